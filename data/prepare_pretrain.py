@@ -1,0 +1,22 @@
+"""Text files -> token files for pretraining.
+
+    python data/prepare_pretrain.py --input books.jsonl more.jsonl.zst --tokenizer BASE --output-prefix runs/text
+
+Writes runs/text.bin and .idx (megatron-core's IndexedDataset; each document is BOS + tokens + EOS) and runs/text.json
+(counts, dropped rows by reason, hashes). A row that is no JSON or lacks the key stops the run, named as file:line.
+"""
+
+import sys
+
+import tyro
+
+from megatron_patch.data.pretrain_corpus import PretrainCorpusSettings, prepare_pretrain
+from megatron_patch.errors import run
+
+
+def main() -> None:
+    prepare_pretrain(tyro.cli(PretrainCorpusSettings, description=__doc__))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,23 @@
+"""Chat files -> samples with loss masks for supervised fine-tuning.
+
+    python data/prepare_sft.py --input chats.jsonl --tokenizer BASE --seq-length 4096 --output runs/chats
+
+Rows are OpenAI's `messages`, ShareGPT's `conversations` or Alpaca's `instruction`/`input`/`output`. The tokenizer's own
+chat template is used; learned are the assistant's tokens and the token that ends its turn. Writes
+runs/chats/samples.parquet and meta.json (counts, dropped rows by reason, hashes).
+"""
+
+import sys
+
+import tyro
+
+from megatron_patch.data.sft_corpus import SftCorpusSettings, prepare_sft
+from megatron_patch.errors import run
+
+
+def main() -> None:
+    prepare_sft(tyro.cli(SftCorpusSettings, description=__doc__))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,209 @@
+"""Weights straight from safetensors into a model: one tensor at a time, in place, strict about names and shapes."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names
+from megatron_patch.errors import UserError
+from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile
+from megatron_patch.model.architecture import Architecture
+
+# Old checkpoints store the RoPE frequencies that every reader computes.
+IGNORED_HF_NAMES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_GET_AGAIN = "the directory is not a whole DeepSeek-V2-Lite-shaped model of its own config.json, get it again"
+_LOCAL = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+@dataclass
+class LoadReport:
+    """What a load did, for the log: nothing is dropped or rounded without a count.
+
+    Attributes:
+        tensors: Hugging Face or saved tensors copied into the model.
+        parameters: parameters of the model that they filled, wholly.
+        ignored: tensors of the directory that no model needs (old RoPE frequencies).
+        elsewhere: tensors that belong to other ranks' layers or experts.
+        dtypes: ("torch.bfloat16", "torch.float32") -> tensors that were converted so.
+    """
+
+    tensors: int = 0
+    parameters: int = 0
+    ignored: tuple[str, ...] = ()
+    elsewhere: int = 0
+    dtypes: Counter = field(default_factory=Counter)
+
+
+def load_base(
+    model: nn.Module,
+    directory: str | Path,
+    arch: Architecture,
+    pattern: tuple[str, ...],
+    *,
+    progress: bool = True,
+    layer_offset: int = 0,
+    local_experts: range | None = None,
+) -> LoadReport:
+    """Fill the base part of `model` (all but its DSA layers) from a Hugging Face directory.
+
+    Everything is checked from the files' headers before the first byte is copied.
+
+    Args:
+        model: bare megatron-core model, any parameter dtype; bf16 into fp32 is exact.
+        directory: single file or shards, any floating dtype; an export works too, its DSA layers are left aside.
+        arch: what `read_architecture(base)` gave; an export's own config counts its DSA layers as layers.
+        pattern: of the model, e.g. ("mla",) * 27 + ("dsa",) * 2.
+        progress: show a bar over the bytes on stderr.
+        layer_offset: global number of the model's layer 0 (pipeline stages).
+        local_experts: global numbers of the experts that this model holds; None: all.
+
+    Raises:
+        UserError: the directory lacks tensors, has unknown ones, or one of another shape or vocabulary.
+        ValueError: the model's own parameters are not those of `arch` and `pattern`.
+    """
+    source = SafetensorsDir(directory)
+    mapping = hybrid_mapping(arch, pattern)
+    above = {hf for sources in dsa_names(mapping, arch).values() for hf in sources}
+    parameters = _global_names(model, layer_offset, local_experts)
+    trained = set(dsa_names(mapping, arch))
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in trained}
+    whole = layer_offset == 0 and local_experts is None
+    expected = {name for name in mapping.entries if name not in trained}
+    _check_model(parameters, expected, whole)
+    ignored = tuple(name for name in source if IGNORED_HF_NAMES.fullmatch(name))
+    base_names = {hf for name in expected for hf in mapping.entries[name]}
+    require_same_names(str(source.path), base_names, set(source) - set(ignored) - above, _GET_AGAIN)
+    _check_vocabulary(source, arch)
+    report = _fill(parameters, mapping, source, label=f"load {source.path.name}", progress=progress)
+    report.ignored = ignored
+    report.elsewhere = len(base_names) - report.tensors
+    return report
+
+
+def load_trained(
+    model: nn.Module, path: str | Path, *, layer_offset: int = 0, local_experts: range | None = None
+) -> LoadReport:
+    """Fill the trainable parameters of `model` from a training checkpoint's safetensors file, strictly both ways.
+
+    Args:
+        model: its parameters with `requires_grad` are filled, the others are not touched.
+        path: `model.safetensors` of a checkpoint: megatron-core names, global layer and expert numbers.
+        layer_offset, local_experts: as in `load_base`.
+
+    Raises:
+        UserError: the file lacks a trainable parameter, holds another, or one of another shape.
+    """
+    source = SafetensorsFile(path)
+    parameters = {
+        name: parameter
+        for name, parameter in _global_names(model, layer_offset, local_experts).items()
+        if parameter.requires_grad
+    }
+    whole = layer_offset == 0 and local_experts is None
+    found = set(source.names) if whole else set(source.names) & set(parameters)
+    remedy = "build the model with the layer pattern that the checkpoint was trained with"
+    require_same_names(str(source.path), parameters, found, remedy)
+    report = _fill(parameters, None, source, label="load trained weights", progress=False)
+    report.elsewhere = len(source.names) - report.tensors
+    return report
+
+
+def load_trained_from_export(
+    model: nn.Module, directory: str | Path, arch: Architecture, pattern: tuple[str, ...], *, progress: bool = False
+) -> LoadReport:
+    """Fill the DSA layers of `model` from an exported Hugging Face directory; `arch` is the base's.
+
+    Raises:
+        UserError: the directory lacks one of their tensors, or has one of another shape.
+    """
+    source = SafetensorsDir(directory)
+    mapping = hybrid_mapping(arch, pattern)
+    named = dsa_names(mapping, arch)
+    parameters = {name: p for name, p in _global_names(model, 0, None).items() if name in named}
+    if set(parameters) != set(named):
+        raise ValueError(f"the model has {len(parameters)} of its {len(named)} DSA parameters")
+    expected = set(mapping.hf_names)
+    found = {name for name in source if not IGNORED_HF_NAMES.fullmatch(name)}
+    require_same_names(str(source.path), expected, found, "give an export with the same layer pattern")
+    return _fill(parameters, mapping, source, label=f"load {source.path.name}", progress=progress)
+
+
+def _global_names(model: nn.Module, layer_offset: int, local_experts: range | None) -> dict[str, nn.Parameter]:
+    """The model's parameters by global layer and expert number."""
+    first_expert = local_experts.start if local_experts is not None else 0
+    named = {}
+    for name, parameter in model.named_parameters():
+        if match := _LOCAL.fullmatch(name):
+            name = f"{match[1]}{int(match[2]) + layer_offset}{match[3]}"
+        if match := _LOCAL_EXPERT.fullmatch(name):
+            name = f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+        named[name] = parameter
+    return named
+
+
+def _check_model(parameters: Mapping[str, nn.Parameter], expected: set[str], whole: bool) -> None:
+    """A model of other names is a defect of its builder, not of the user's input."""
+    unknown, missing = sorted(set(parameters) - expected), sorted(expected - set(parameters))
+    if unknown or (whole and missing):
+        raise ValueError(
+            f"the model's base parameters differ from its pattern's: {len(unknown)} unknown {unknown[:3]}, "
+            f"{len(missing)} missing {missing[:3]}"
+        )
+
+
+def _check_vocabulary(source: SafetensorsDir, arch: Architecture) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = source.shape(name)[0]
+        if rows != arch.vocab_size:
+            raise UserError(
+                f"{name} must have vocab_size rows: {source.path} has {rows}, its config.json says {arch.vocab_size}; "
+                "a padded vocabulary is not supported, remove the padding rows or correct config.json"
+            )
+
+
+@torch.no_grad()
+def _fill(
+    parameters: Mapping[str, nn.Parameter],
+    mapping: HybridMapping | None,
+    source: SafetensorsDir | SafetensorsFile,
+    *,
+    label: str,
+    progress: bool,
+) -> LoadReport:
+    """Copy into views of the parameters, in the order of the file, after checking every shape.
+
+    `mapping` None: the file has the parameters' own names.
+    """
+    targets: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        views = {name: parameter.data} if mapping is None else mapping.to_hf(name, parameter.data)
+        for key, view in views.items():
+            if source.shape(key) != tuple(view.shape):
+                raise UserError(
+                    f"shapes must agree: {key} in {source.path} is {source.shape(key)}, the model's {name} wants "
+                    f"{tuple(view.shape)}; the weights and the settings describe different models"
+                )
+        targets |= views
+    report = LoadReport(parameters=len(parameters))
+    total = sum(source.nbytes(key) for key in targets)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar:
+        for key in source.names:
+            view = targets.pop(key, None)
+            if view is None:
+                continue
+            tensor = source.load(key)
+            if tensor.dtype != view.dtype:
+                report.dtypes[str(tensor.dtype), str(view.dtype)] += 1
+            view.copy_(tensor)
+            report.tensors += 1
+            bar.update(source.nbytes(key))
+    if targets:
+        raise AssertionError(f"{len(targets)} parameters were not filled, the first is {next(iter(targets))}")
+    return report

@@ -1,0 +1,146 @@
+"""`manifest.json` of a training checkpoint: which base, which layers, how far, and the hashes of the files beside it.
+
+SAVE/latest_checkpointed_iteration.txt     "100"
+SAVE/iter_0000100/model.safetensors        what trains, megatron-core names
+SAVE/iter_0000100/manifest.json
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+from megatron_patch.io.hashes import file_sha256
+from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.model.architecture import DsaSettings
+
+SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+WEIGHTS_FILE = "model.safetensors"
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+KINDS = ("pretrain", "sft")
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """The base that a checkpoint belongs to: where it was, and `io.hashes.directory_identity` of it."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TrainingManifest:
+    """The manifest's content.
+
+    Attributes:
+        kind: "pretrain" or "sft".
+        iteration: optimizer steps done.
+        consumed_samples, consumed_tokens: since the start of this run; tokens without padding.
+        base: the frozen model underneath.
+        layer_pattern: attention of each layer, bottom to top.
+        dsa: sizes of the indexers.
+        q_rank: width of the DSA layers' query latent.
+        frozen_sha256: hash of all frozen parameters and buffers.
+        files: plain file name -> SHA-256, of every file beside the manifest.
+    """
+
+    kind: str
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    base: BaseReference
+    layer_pattern: tuple[str, ...]
+    dsa: DsaSettings
+    q_rank: int
+    frozen_sha256: str
+    files: dict[str, str]
+
+    def write(self, directory: str | Path) -> None:
+        """Write `manifest.json` into the directory of an iteration."""
+        content = {"schema": SCHEMA, **asdict(self)}
+        content["layer_pattern"] = list(self.layer_pattern)
+        content["dsa"] |= {"q_rank": content.pop("q_rank")}
+        atomic_write_json(Path(directory) / MANIFEST_FILE, content)
+
+
+def read_manifest(directory: str | Path) -> TrainingManifest:
+    """The manifest in the directory of an iteration.
+
+    Raises:
+        UserError: there is none, or it is not of this schema.
+    """
+    file = Path(directory) / MANIFEST_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema is {content['schema']}, this release reads {SCHEMA}")
+        if content["kind"] not in KINDS:
+            raise ValueError(f"kind is {content['kind']!r}, must be one of {KINDS}")
+        dsa = dict(content["dsa"])
+        return TrainingManifest(
+            kind=content["kind"],
+            iteration=int(content["iteration"]),
+            consumed_samples=int(content["consumed_samples"]),
+            consumed_tokens=int(content["consumed_tokens"]),
+            base=BaseReference(**content["base"]),
+            layer_pattern=tuple(content["layer_pattern"]),
+            q_rank=int(dsa.pop("q_rank")),
+            dsa=DsaSettings(**dsa),
+            frozen_sha256=str(content["frozen_sha256"]),
+            files=dict(content["files"]),
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"a checkpoint must hold {MANIFEST_FILE}: {directory} has none; give a whole checkpoint"
+        ) from None
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"a manifest must be whole: {file}: {detail}; copy the checkpoint again") from None
+
+
+def verify_files(directory: str | Path, manifest: TrainingManifest) -> None:
+    """Compare every file that the manifest names with its hash.
+
+    Raises:
+        UserError: a file is missing or has changed.
+    """
+    for name, expected in manifest.files.items():
+        file = Path(directory) / name
+        if Path(name).name != name:
+            raise UserError(f"a manifest names files beside it: {directory} has {name!r}; copy the checkpoint again")
+        if not file.is_file() or file_sha256(file) != expected:
+            raise UserError(
+                f"a checkpoint's files must be as saved: {file} {'has changed' if file.is_file() else 'is missing'}; "
+                "copy the checkpoint again or use another iteration"
+            )
+
+
+def saved_iterations(save: str | Path) -> list[int]:
+    """Numbers of the iterations in a --save directory, ascending."""
+    found = (re.fullmatch(r"iter_(\d{7,})", item.name) for item in Path(save).glob("iter_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def iteration_directory(save: str | Path, iteration: int | None = None) -> Path:
+    """Directory of an iteration in a --save directory; None: the one that `latest_checkpointed_iteration.txt` names.
+
+    Raises:
+        UserError: it does not exist; the message lists those that do.
+    """
+    save = Path(save)
+    there = f"{save} has {saved_iterations(save) or 'none'}"
+    if iteration is None:
+        try:
+            iteration = int((save / LATEST_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"--checkpoint must be a --save directory with {LATEST_FILE}: {there}; name it") from None
+        except ValueError:
+            raise UserError(f"{LATEST_FILE} must hold a number: that of {save} does not; give --iteration") from None
+    directory = save / f"iter_{iteration:07d}"
+    if not directory.is_dir():
+        raise UserError(
+            f"the iteration must have been saved: {iteration} was not, {there}; give --iteration one of them"
+        )
+    return directory

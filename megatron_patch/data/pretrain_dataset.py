@@ -1,0 +1,202 @@
+"""megatron-core's GPTDataset over prepared text, checked before it is trusted."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from megatron_patch.data.batch import Row
+from megatron_patch.data.split import parse_split
+from megatron_patch.errors import UserError
+
+
+class Blend(NamedTuple):
+    """Prefixes and their weights; one prefix alone has none."""
+
+    prefixes: list[str]
+    weights: list[float] | None
+
+
+class PretrainDataset(Dataset):
+    """Rows of `seq_length` tokens, documents running on from row to row as megatron-core cuts them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Row:
+        item = self.dataset[number]
+        return Row(item["tokens"], item["labels"], item["loss_mask"])
+
+
+def parse_blend(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
+    """`P`, or `0.3 P1 0.7 P2`.
+
+    Raises:
+        UserError: neither, or a weight that is not positive.
+    """
+    if len(data_path) == 1:
+        return Blend([data_path[0]], None)
+    try:
+        weights = [float(weight) for weight in data_path[::2]]
+    except ValueError:
+        weights = []
+    prefixes = list(data_path[1::2])
+    if not weights or len(weights) != len(prefixes) or any(not 0 < w < math.inf for w in weights):
+        raise UserError(
+            f"{flag} is one prefix, or a weight > 0 before each prefix, e.g. 0.3 P1 0.7 P2: got "
+            f"{' '.join(data_path)!r}; mend it"
+        )
+    if len(set(prefixes)) != len(prefixes):
+        raise UserError(f"{flag} names a prefix twice: {' '.join(data_path)!r}; add its weights up")
+    return Blend(prefixes, None if len(prefixes) == 1 else weights)
+
+
+def build_pretrain_datasets(
+    *,
+    data_path: Sequence[str],
+    valid_data_path: Sequence[str] | None,
+    split: str,
+    seq_length: int,
+    train_samples: int,
+    valid_samples: int,
+    seed: int,
+    cache_dir: str | Path,
+    eos_id: int,
+    pad_id: int,
+    vocab_size: int,
+    tokenizer_sha256: str | None = None,
+) -> tuple[PretrainDataset, PretrainDataset | None]:
+    """Training and validation rows; call on all ranks. A blend needs a process group (as megatron-core does).
+
+    Args:
+        data_path: a prefix, or weights and prefixes.
+        valid_data_path: validation prefixes; then `split` is not used.
+        split: shares of each prefix's documents, e.g. "99,1".
+        seq_length: tokens per row.
+        train_samples: rows the whole run takes; epochs repeat as needed. Their order depends on this number.
+        valid_samples: validation rows; 0 builds none.
+        cache_dir: where megatron-core keeps its indices; seen by all ranks.
+        eos_id, pad_id, vocab_size: of the model; `pad_id` may equal `eos_id`, as in DeepSeek-V2's tokenizer.
+        tokenizer_sha256: the run's tokenizer, compared with the one that made the data.
+
+    Raises:
+        UserError: missing, damaged or foreign files, or a split that leaves a wanted part empty.
+    """
+    train_blend = parse_blend(data_path)
+    valid_blend = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
+    fingerprint, documents = hashlib.sha256(), {}
+    for prefix in [*train_blend.prefixes, *(valid_blend.prefixes if valid_blend else [])]:
+        _check_report(prefix, eos_id, vocab_size, tokenizer_sha256)
+        documents[prefix] = _check_files(prefix)
+        fingerprint.update(Path(f"{prefix}.idx").read_bytes())
+    if valid_blend is None:
+        _check_split(split, {prefix: documents[prefix] for prefix in train_blend.prefixes}, valid_samples)
+
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    if valid_blend is None:
+        sources: dict[str, Any] = {"blend": tuple(train_blend), "split": ",".join(map(str, parse_split(split)))}
+    else:
+        sources = {"blend_per_split": [tuple(train_blend), tuple(valid_blend) if valid_samples else None, None]}
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        path_to_cache=str(cache_dir),
+        tokenizer=_TokenIds(eos_id, pad_id, vocab_size, fingerprint.hexdigest()),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,  # batch.collate does it, where it also cuts documents
+        create_attention_mask=False,
+        **sources,
+    )
+    # A part that exists is built with one row at least: megatron-core cannot be told to leave it out.
+    sizes = [train_samples, max(valid_samples, 1), 1]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return PretrainDataset(train), PretrainDataset(valid) if valid_samples else None
+
+
+class _TokenIds:
+    """What GPTDataset asks a tokenizer. Its `pad` is an id no text has: with DeepSeek-V2's pad = EOS, GPTDataset would
+    take every EOS for padding. `unique_identifiers` go into the names of its cached indices, hence the data's hash:
+    without it, data prepared again under the same prefix would be read through the old indices."""
+
+    pad = -1
+
+    def __init__(self, eos_id: int, pad_id: int, vocab_size: int, data_sha256: str) -> None:
+        self.eod = self.eos = eos_id
+        self.vocab_size = vocab_size
+        self.unique_identifiers = {"eod": eos_id, "pad": pad_id, "vocab_size": vocab_size, "data": data_sha256}
+
+
+def _check_report(prefix: str, eos_id: int, vocab_size: int, tokenizer_sha256: str | None) -> None:
+    try:
+        report = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        made_with = report["tokenizer_sha256"], report["eos_id"], report["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--data-path is a prefix P that prepare_pretrain.py wrote (P.bin, P.idx, P.json): {prefix}.json is not "
+            f"readable ({type(error).__name__}: {error}); run it first, or check the path"
+        ) from None
+    if tokenizer_sha256 is not None and made_with[0] != tokenizer_sha256:
+        raise UserError(
+            f"pretraining data must be made with the run's tokenizer: {prefix} has hash {made_with[0][:12]}, the run "
+            f"{tokenizer_sha256[:12]}; run prepare_pretrain.py again with --tokenizer of the base model"
+        )
+    if made_with[1] != eos_id or made_with[2] > vocab_size:
+        raise UserError(
+            f"pretraining data must fit the model's vocabulary: {prefix} has EOS {made_with[1]} and {made_with[2]} "
+            f"ids, the model EOS {eos_id} and {vocab_size} ids; run prepare_pretrain.py again with --tokenizer of "
+            "the base model"
+        )
+
+
+def _check_files(prefix: str) -> int:
+    """The number of documents, after checking that P.bin has the size that P.idx tells."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    for suffix in (".bin", ".idx"):
+        path = Path(f"{prefix}{suffix}")
+        if not path.is_file() or path.stat().st_size == 0:
+            raise UserError(
+                f"pretraining data are P.bin and P.idx: {path} is missing or empty; run prepare_pretrain.py again"
+            )
+    try:
+        data = IndexedDataset(prefix)
+        expected = int(data.sequence_lengths.sum(dtype="int64")) * data.index.dtype_size
+        documents = len(data)
+    except (AssertionError, ValueError, OSError) as error:  # how megatron-core's reader fails on a damaged index
+        raise UserError(f"cannot read {prefix}.idx: {error}; it is damaged, run prepare_pretrain.py again") from error
+    size = Path(f"{prefix}.bin").stat().st_size
+    if size != expected or not documents:
+        raise UserError(
+            f"{prefix}.bin must have the {expected} bytes that its index tells, and some document: it has {size} "
+            f"bytes and {documents} documents; it is truncated or foreign, run prepare_pretrain.py again"
+        )
+    return documents
+
+
+def _check_split(split: str, documents: dict[str, int], valid_samples: int) -> None:
+    """An empty part would make megatron-core count epochs of nothing forever."""
+    train, valid, neither = parse_split(split)
+    if valid_samples and not valid:
+        raise UserError(
+            f"--split {split} has no share for validation; give one, or --valid-data-path, or --eval-iters 0"
+        )
+    for prefix, number in documents.items():
+        edges = [round(edge * number) for edge in (0.0, train, train + valid, train + valid + neither)]
+        for name, share, first, last in zip(
+            ("training", "validation", "third"), (train, valid, neither), edges, edges[1:]
+        ):
+            if share and first == last:
+                raise UserError(
+                    f"--split {split} leaves no {name} document of the {number} in {prefix}; give a larger share, or "
+                    "--valid-data-path"
+                )

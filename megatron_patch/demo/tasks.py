@@ -1,0 +1,151 @@
+"""Chat tasks with exact answers. Four are taught to the base; `owner` is left for supervised fine-tuning.
+
+A conversation states its material, then asks many short questions about it: dense supervision from few tokens.
+Every instance belongs to the suite or to training by a hash of its content, so the two never share one.
+"""
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NAMES = (
+    "Ada Bob Cleo Dora Egon Fay Gus Hugo Ivy Jack Kurt Lena Milo Nora Otto Pia Quin Rosa Sven Tess Ugo Vera Walt Xena "
+    "Yuri Zoe"
+).split()
+THINGS = (
+    "anvil basket candle drum easel fork globe hammer inkpot jug kettle lamp mirror needle oboe pebble quilt ribbon "
+    "saddle teapot umbrella violin whistle xylophone yarn zither"
+).split()
+WHOLE_PIECES = ("\n", "\n\n", "User:", "Assistant:", *"0123456789", *("▁" + word for word in ["Ready", *NAMES, *THINGS]))
+PAIRS = 16
+PASSAGE_WORDS = 26  # with the instruction, more than 32 words stand between the last pair and the first question
+SUITE_SHARE = 5  # one instance in five is kept for the suite
+
+Message = dict[str, str]
+Turn = tuple[str, str]  # question, answer
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of conversation.
+
+    Attributes:
+        opening: builds (first user message, turns) from a random generator and a passage of text.
+        chance: score of a blind guess.
+        recall: the answer stands in the first message, more than 32 tokens before every question.
+    """
+
+    name: str
+    opening: Callable[[random.Random, str], tuple[str, list[Turn]]]
+    chance: float
+    taught_to_base: bool
+    recall: bool
+    description: str
+
+
+def for_suite(content: str) -> bool:
+    """Whether an instance with this content is kept for scoring (and so never trained on)."""
+    return zlib.crc32(content.encode()) % SUITE_SHARE == 0
+
+
+def _pairs(rng: random.Random) -> list[tuple[str, str]]:
+    return list(zip(rng.sample(NAMES, PAIRS), rng.sample(THINGS, PAIRS)))
+
+
+def _table(pairs: list[tuple[str, str]], passage: str, instruction: str) -> str:
+    return f"{' '.join(name + ' ' + thing for name, thing in pairs)}\n{passage}\n{instruction}"
+
+
+def _lookup(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    pairs = _pairs(rng)
+    first = _table(pairs, passage, "I give a name. You say the thing next to it.")
+    return first, rng.sample(pairs, len(pairs))
+
+
+def _owner(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    pairs = _pairs(rng)
+    first = _table(pairs, passage, "I give a thing. You say the name next to it.")
+    return first, [(thing, name) for name, thing in rng.sample(pairs, len(pairs))]
+
+
+def _following(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    words = rng.sample(THINGS, 24)
+    turns = list(zip(words, words[1:]))
+    first = f"{' '.join(words)}\n{passage}\nI give a word. You say the word after it."
+    return first, rng.sample(turns, 14)
+
+
+def _copy(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    del passage
+    turns = [" ".join(rng.sample(THINGS, 4)) for _ in range(10)]
+    return "Repeat the words.", [(turn, turn) for turn in turns]
+
+
+def _successor(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    del passage
+    return "Count on by one.", [(str(n), str(n + 1)) for n in rng.sample(range(100, 999), 14)]
+
+
+def _larger(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+    del passage
+    turns = [rng.sample(range(10, 100), 2) for _ in range(12)]
+    return "Say the larger number.", [(f"{a} {b}", str(max(a, b))) for a, b in turns]
+
+
+TASKS = (
+    Task("lookup", _lookup, 1 / PAIRS, True, True, "the thing that stands after a given name in a list of pairs"),
+    Task("following", _following, 1 / 24, True, True, "the word after a given word in a list"),
+    Task("copy", _copy, 0.0, True, False, "repeat four words"),
+    Task("successor", _successor, 0.0, True, False, "the number after a given one"),
+    Task("larger", _larger, 0.5, True, False, "the larger of two numbers"),
+    Task("owner", _owner, 1 / PAIRS, False, True, "the name that stands before a given thing in a list of pairs"),
+)
+
+
+def instance(task: Task, rng: random.Random, passage: str, suite: bool) -> tuple[str, list[Turn]]:
+    """Draw a first message and its turns until they belong to the suite (`suite`) or to training.
+
+    A recall task is told apart by its material, which no other conversation may share; for the others each turn counts.
+    """
+    while True:
+        first, turns = task.opening(rng, passage)
+        if task.recall:
+            if for_suite(first.split("\n", 1)[0]) == suite:
+                return first, turns
+        elif suite:  # the last turn is the one that is scored
+            scored = [turn for turn in turns if for_suite(task.name + turn[0])]
+            if scored:
+                rest = [turn for turn in turns if turn not in scored]
+                return first, [*rest, scored[0]]
+        else:
+            turns = [turn for turn in turns if not for_suite(task.name + turn[0])]
+            if turns:
+                return first, turns
+
+
+def conversation(task: Task, rng: random.Random, passages: list[str]) -> list[Message]:
+    """A training conversation: the material, the assistant's "ready", then every turn."""
+    first, turns = instance(task, rng, _passage(rng, passages), suite=False)
+    return _messages(first, turns)
+
+
+def suite_row(task: Task, rng: random.Random, passages: list[str], earlier: int = 3) -> dict:
+    """A scored row: the material, up to `earlier` answered turns, one open question and its answer."""
+    first, turns = instance(task, rng, _passage(rng, passages), suite=True)
+    before = turns[: min(rng.randint(0, earlier), len(turns) - 1)]
+    question, answer = turns[-1]
+    return {"messages": [*_messages(first, before), {"role": "user", "content": question}], "answer": answer}
+
+
+def _messages(first: str, turns: list[Turn]) -> list[Message]:
+    messages = [{"role": "user", "content": first}, {"role": "assistant", "content": "Ready"}]
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _passage(rng: random.Random, passages: list[str]) -> str:
+    words = rng.choice(passages).split()
+    start = rng.randint(0, max(0, len(words) - PASSAGE_WORDS))
+    return " ".join(words[start : start + PASSAGE_WORDS])

@@ -1,0 +1,94 @@
+"""Choose a device and make torch.distributed and megatron-core run on it.
+
+`activate` comes before any import of `megatron.core`. On the CPU it installs `cpu_redirect`; on CUDA it installs
+nothing of it.
+"""
+
+import os
+import resource
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_patch.devices import cpu_redirect, mcore_fixes
+from megatron_patch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Device:
+    """An activated device: its name (cpu or cuda), where tensors live, and the torch.distributed backend."""
+
+    name: str
+    torch_device: torch.device
+    backend: str
+
+    def peak_memory_mb(self) -> float:
+        """Peak so far, MiB: resident memory of the process on the CPU, allocated by torch on CUDA."""
+        if self.name == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return torch.cuda.max_memory_allocated(self.torch_device) / 2**20
+
+    def synchronize(self) -> None:
+        """Wait until queued work is done, so that a clock read afterwards is honest."""
+        if self.name != "cpu":
+            torch.cuda.synchronize(self.torch_device)
+
+
+def activate(name: str | None = None) -> Device:
+    """Activate `name` ("cpu", "cuda"; None: CUDA where there is one, else the CPU) and mend megatron-core for it.
+
+    Raises:
+        UserError: the device is not there, not implemented, or megatron-core has another version.
+    """
+    mcore_fixes.check_version()
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "npu":
+        raise UserError("--device npu needs the Ascend path (MindSpeed), which this release does not have; use cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU that torch can use: torch.cuda.is_available() is False; use --device cpu")
+    # One pure-Python extension of megatron-core warns at import about each optional package that is absent.
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    if name == "cpu":
+        cpu_redirect.install()
+        device = Device("cpu", torch.device("cpu"), "gloo")
+    else:
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(local_rank)
+        device = Device("cuda", torch.device("cuda", local_rank), "nccl")
+    mcore_fixes.apply(on_cpu=name == "cpu")
+    return device
+
+
+def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 1, timeout_minutes: float = 30) -> None:
+    """Start torch.distributed (torchrun's variables, or one process alone) and megatron-core's groups and RNG.
+
+    Args:
+        device: an activated device.
+        seed: of megatron-core's RNG tracker; rank-dependent where it must be.
+        expert_parallel: ranks over which the experts of a layer are spread.
+        timeout_minutes: after which a collective whose partner died ends the process.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        timeout = timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(device.backend, timeout=timeout)
+        else:  # plain python: one process, which needs no port
+            dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown_distributed() -> None:
+    """Leave the groups; safe to call when nothing was started."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

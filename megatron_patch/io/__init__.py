@@ -1,0 +1,1 @@
+"""Files: safetensors read one tensor at a time, atomic publishing, hashes. No megatron, no transformers."""

@@ -1,0 +1,110 @@
+"""Write so that a crash leaves either the old state or the new one, never a half."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+
+
+def require_empty(path: str | Path, flag: str = "--output") -> Path:
+    """The path, if nothing is there or an empty directory.
+
+    Raises:
+        UserError: it exists and is not an empty directory.
+    """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError(f"{flag} must be a new or empty directory: {path} is something else; give another path")
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"{flag} must be a new or empty directory: {path} is not empty; give another path or empty it")
+    return path
+
+
+@contextmanager
+def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterator[Path]:
+    """Yield a temporary sibling to fill; rename it to `path` when the block ends well, remove it when it does not.
+
+    Every file is flushed to the disk before the rename. A process that is killed outright leaves only a hidden sibling
+    `.NAME.partial-*`; the next call for the same path says so on stderr.
+
+    Args:
+        path: where the directory shall stand.
+        must_be_empty: refuse a `path` that holds something; otherwise it is replaced as a whole (for an instant,
+            between two renames, nothing stands there).
+
+    Raises:
+        UserError: `path` is not empty although it must be, or is a file.
+    """
+    path = Path(path).absolute()
+    if must_be_empty or not path.is_dir() or path.is_symlink():
+        require_empty(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in sorted(path.parent.glob(f".{path.name}.partial-*")):
+        print(f"note: {leftover} was left by a run that was killed, or belongs to one that still runs", file=sys.stderr)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    try:
+        partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private; an output is as readable as any other
+        yield partial
+        for item in partial.rglob("*"):
+            if not item.is_symlink():
+                _flush(item)
+        _flush(partial)
+        _swap_in(partial, path)
+        _flush(path.parent)
+    except BaseException:  # an interrupt too: nothing half-written may stay
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _swap_in(partial: Path, path: Path) -> None:
+    """Rename; a rename onto an empty directory succeeds, a filled one is moved aside first."""
+    if not path.is_dir() or not any(path.iterdir()):
+        os.replace(partial, path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.replaced-", dir=path.parent))
+    os.replace(path, old)
+    os.replace(partial, path)
+    shutil.rmtree(old)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 text file as a whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def atomic_write_json(path: str | Path, value: object) -> None:
+    """`atomic_write_text` of `value` as JSON, indented, in its own key order, without NaN (which is no JSON)."""
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _flush(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

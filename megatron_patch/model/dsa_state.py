@@ -1,0 +1,67 @@
+"""What the training step tells the DSA layers, and what they report back."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+@dataclass
+class DsaState:
+    """Shared by the DSA layers of one model and its training step.
+
+    Attributes:
+        stage: "dense" (warm-up: attention and KL over all keys) or "sparse" (both over the selected keys).
+        kl_grad_scale: what one unit of a layer's summed KL weighs in the gradient: coefficient / counted tokens of
+            the global batch, times the factors that megatron-core divides by. Zero outside training.
+        counted: bool [T], the real (non-padding) tokens of the micro-batch at hand; None: all.
+        bypassed: layers (0-based, global numbers) that pass their input through: participation, and the base's loss.
+        kl_sum, recall_sum, tokens: per layer, sums since `reset`, fp64 on the device of the layer.
+    """
+
+    stage: str = SPARSE
+    kl_grad_scale: float = 0.0
+    counted: Tensor | None = None
+    bypassed: frozenset[int] = frozenset()
+    kl_sum: dict[int, Tensor] = field(default_factory=dict)
+    recall_sum: dict[int, Tensor] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget the sums, at the start of a step."""
+        self.kl_sum.clear()
+        self.recall_sum.clear()
+        self.tokens.clear()
+
+    def report(self, layer: int, kl: Tensor, recall: Tensor, tokens: int) -> None:
+        """Add a layer's sums over one micro-batch."""
+        self.kl_sum[layer] = self.kl_sum.get(layer, 0) + kl.detach().double()
+        self.recall_sum[layer] = self.recall_sum.get(layer, 0) + recall.detach().double()
+        self.tokens[layer] = self.tokens.get(layer, 0) + tokens
+
+    def means(self) -> tuple[float, float] | None:
+        """(KL in nats per token, recalled attention mass), each a mean over tokens and layers; None: nothing reported."""
+        layers = [layer for layer, tokens in self.tokens.items() if tokens]
+        if not layers:
+            return None
+        kl = sum(float(self.kl_sum[layer]) / self.tokens[layer] for layer in layers) / len(layers)
+        recall = sum(float(self.recall_sum[layer]) / self.tokens[layer] for layer in layers) / len(layers)
+        return kl, recall
+
+
+class AttachLoss(torch.autograd.Function):
+    """Returns `output` unchanged and, in the backward, sends `scale` to `loss`, as if loss * scale were added.
+
+    The indexer's loss thus needs no path through the layers above, and holds under recomputation and pipelines.
+    """
+
+    @staticmethod
+    def forward(ctx, output: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None

@@ -1,0 +1,43 @@
+"""Which implementation computes DSA: chosen by name, checked at construction, never replaced in silence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_patch.ops import reference
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class DsaBackend:
+    """An implementation of `reference.dsa_attention`, with that signature.
+
+    Attributes:
+        name: as given to `--dsa-backend`.
+        devices: torch device types on which it runs.
+        attention: the op.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    attention: Callable[..., reference.DsaOutput]
+
+
+BACKENDS = {backend.name: backend for backend in (DsaBackend("reference", ("cpu", "cuda"), reference.dsa_attention),)}
+# What "auto" means on each device: the fastest backend that is tested there.
+_AUTO = {"cpu": "reference", "cuda": "reference"}
+
+
+def choose_backend(name: str, device_type: str) -> DsaBackend:
+    """The backend `name` ("auto": this device's best) for tensors on `device_type`.
+
+    Raises:
+        ValueError: no such backend, or it does not run on that device.
+    """
+    chosen = _AUTO.get(device_type, name) if name == AUTO else name
+    if chosen not in BACKENDS:
+        raise ValueError(f"unknown DSA backend {name!r}: this release has {', '.join([AUTO, *BACKENDS])}")
+    backend = BACKENDS[chosen]
+    if device_type not in backend.devices:
+        raise ValueError(f"DSA backend {chosen!r} runs on {', '.join(backend.devices)}, not on {device_type!r}")
+    return backend

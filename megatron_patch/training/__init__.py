@@ -1,0 +1,1 @@
+"""The training loop, thin, on megatron-core: schedules, DDP, (distributed) optimizer, LR scheduler."""

@@ -1,0 +1,88 @@
+"""DDP, optimizer and learning-rate schedule of megatron-core for a model of which a small part trains."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from megatron_patch.config import OptimizerSettings
+
+_INDEXER = ParamKey(name="*.indexer.*")
+_VECTOR = ParamKey(with_name_predicate=ParamWithNamePredicate(name="vector", fn=lambda parameter, name: parameter.dim() == 1))
+
+
+def wrap_ddp(model: nn.Module, use_distributed_optimizer: bool) -> DistributedDataParallel:
+    """Gradients in fp32 buffers, for trainable parameters only (so freeze first)."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=False,
+        # A non-finite gradient is this code's to handle: it skips the step and counts.
+        check_for_nan_in_grad=False,
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, settings: OptimizerSettings, *, bf16: bool, use_distributed_optimizer: bool
+) -> MegatronOptimizer:
+    """AdamW or SGD over the trainable parameters; vectors without weight decay; the indexers' own rate if asked."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        sgd_momentum=0.9,
+        clip_grad=settings.clip_grad,
+        bf16=bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    overrides = {_VECTOR: {"wd_mult": 0.0}}
+    if settings.indexer_lr is not None:
+        share = settings.indexer_lr / settings.lr if settings.lr else 1.0
+        overrides[_INDEXER] = {"max_lr": settings.indexer_lr, "min_lr": settings.min_lr * share}
+    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings, train_iters: int) -> OptimizerParamScheduler:
+    """Warm-up and decay, counted in optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=train_iters,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside: one, or one each for dense and for expert parameters."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chained if not getattr(each, "is_stub_optimizer", False) and each.optimizer]
+
+
+def gradients_are_finite(model: DistributedDataParallel) -> bool:
+    """Whether every reduced gradient of every rank is finite; asked before the step, which would spread a NaN."""
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
+    bad = sum((~torch.isfinite(buffer.grad_data)).any().float() for buffer in buffers)
+    bad = torch.as_tensor(bad, dtype=torch.float32, device=buffers[0].grad_data.device).reshape(1)
+    dist.all_reduce(bad)
+    return bad.item() == 0

@@ -1,0 +1,39 @@
+"""Shared fixtures. The CPU redirect is installed here, before any test can import megatron.core."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+import torch
+
+from megatron_patch.devices import cpu_redirect
+
+cpu_redirect.install()
+
+
+@pytest.fixture(scope="session")
+def device():
+    """The activated CPU with megatron-core's groups for one process."""
+    from megatron_patch.devices.device import activate, initialize_distributed
+
+    cpu = activate("cpu")
+    initialize_distributed(cpu, seed=1)
+    return cpu
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory):
+    """A tiny random base in fp32 with a tokenizer; read only."""
+    from tests.tiny import make_tiny_base, make_tiny_tokenizer
+
+    path = make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+    make_tiny_tokenizer(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small shapes: threads only add noise on a loaded machine."""
+    torch.set_num_threads(1)
