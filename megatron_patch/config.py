@@ -10,6 +10,8 @@ from typing import Literal
 
 from megatron_patch.errors import UserError
 
+PRETRAIN, SFT = "pretrain", "sft"
+
 
 def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
     if not holds:
@@ -73,8 +75,12 @@ class DataSettings:
     """Processes that read data beside each rank."""
 
     def __post_init__(self) -> None:
-        _require(self.seq_length > 1, "--seq-length must be at least 2", self.seq_length, "V2-Lite's usual value is 4096")
-        _require(self.num_workers >= 0, "--num-workers must not be negative", self.num_workers, "0 reads in the rank itself")
+        _require(
+            self.seq_length > 1, "--seq-length must be at least 2", self.seq_length, "V2-Lite's usual value is 4096"
+        )
+        _require(
+            self.num_workers >= 0, "--num-workers must not be negative", self.num_workers, "0 reads in the rank itself"
+        )
         _require(len(self.data_path) > 0, "--data-path needs a value", "none given", "see data/prepare_pretrain.py")
 
 
@@ -100,10 +106,19 @@ class StepSettings:
     """Skipped steps in a row (non-finite loss or gradient) after which the run ends with exit code 3."""
 
     def __post_init__(self) -> None:
-        for name in ("train_iters", "micro_batch_size", "global_batch_size", "eval_iters", "log_interval", "max_non_finite_steps"):
+        for name in (
+            "train_iters",
+            "micro_batch_size",
+            "global_batch_size",
+            "eval_iters",
+            "log_interval",
+            "max_non_finite_steps",
+        ):
             value = getattr(self, name)
             _require(value > 0, f"--{name.replace('_', '-')} must be positive", value, "give 1 or more")
-        _require(self.eval_interval >= 0, "--eval-interval must not be negative", self.eval_interval, "0 never evaluates")
+        _require(
+            self.eval_interval >= 0, "--eval-interval must not be negative", self.eval_interval, "0 never evaluates"
+        )
 
 
 @dataclass
@@ -135,7 +150,9 @@ class OptimizerSettings:
         for name in ("lr", "min_lr", "weight_decay", "clip_grad", "indexer_loss_coeff", "moe_aux_loss_coeff"):
             value = getattr(self, name)
             _require(value >= 0, f"--{name.replace('_', '-')} must not be negative", value, "give 0 or more")
-        _require(self.min_lr <= self.lr, "--min-lr must not exceed --lr", f"{self.min_lr} > {self.lr}", "lower --min-lr")
+        _require(
+            self.min_lr <= self.lr, "--min-lr must not exceed --lr", f"{self.min_lr} > {self.lr}", "lower --min-lr"
+        )
         for name in ("lr_warmup_iters", "indexer_warmup_iters"):
             value = getattr(self, name)
             _require(value >= 0, f"--{name.replace('_', '-')} must not be negative", value, "give 0 or more")
@@ -186,7 +203,9 @@ class ParallelSettings:
             "context_parallel_size",
         ):
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            _require(value == 1, f"{flag} must be 1: no other layout is proven equal in this release", value, f"use {flag} 1")
+            _require(
+                value == 1, f"{flag} must be 1: no other layout is proven equal in this release", value, f"use {flag} 1"
+            )
         _require(not self.sequence_parallel, "--sequence-parallel needs tensor parallelism", "on", "leave it out")
 
 
@@ -210,7 +229,9 @@ class OutputSettings:
     """A:B writes a torch.profiler trace of these steps to --save."""
 
     def __post_init__(self) -> None:
-        _require(self.save_interval >= 0, "--save-interval must not be negative", self.save_interval, "0 saves at the end")
+        _require(
+            self.save_interval >= 0, "--save-interval must not be negative", self.save_interval, "0 saves at the end"
+        )
         _require(self.keep_last >= 0, "--keep-last must not be negative", self.keep_last, "0 keeps all")
         _require(self.trunk_cache is None, "--trunk-cache is not in this release", self.trunk_cache, "leave it out")
         if self.profile_steps is not None:
@@ -243,7 +264,9 @@ class TrainSettings:
         warmup, iters = self.optim.lr_warmup_iters, self.steps.train_iters
         _require(warmup < iters, "--lr-warmup-iters must be below --train-iters", f"{warmup} >= {iters}", "lower it")
         warmup = self.optim.indexer_warmup_iters
-        _require(warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it")
+        _require(
+            warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"
+        )
 
     def micro_batches(self, data_parallel_size: int) -> int:
         """Micro-batches that a rank takes through the model in one step.

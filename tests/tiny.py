@@ -88,7 +88,11 @@ def tiny_state(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
         matrix(f"{attention}.q_proj", heads * qk, h, 0.15)
         matrix(f"{attention}.kv_a_proj_with_mqa", config["kv_lora_rank"] + config["qk_rope_head_dim"], h, 0.15)
         norm(f"{attention}.kv_a_layernorm", config["kv_lora_rank"])
-        matrix(f"{attention}.kv_b_proj", heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), config["kv_lora_rank"])
+        matrix(
+            f"{attention}.kv_b_proj",
+            heads * (config["qk_nope_head_dim"] + config["v_head_dim"]),
+            config["kv_lora_rank"],
+        )
         matrix(f"{attention}.o_proj", h, heads * config["v_head_dim"])
         if i < config["first_k_dense_replace"]:
             mlp(f"{layer}.mlp", config["intermediate_size"])
@@ -137,7 +141,11 @@ def make_tiny_tokenizer(path: str | Path, chat_template: str | None = CHAT_TEMPL
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = chat_template
     fast.save_pretrained(path)

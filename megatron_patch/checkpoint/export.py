@@ -4,7 +4,6 @@ The base's shards are copied byte for byte; only the DSA layers' tensors are wri
 """
 
 import os
-import shutil
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -74,12 +73,12 @@ def export(
     directory = iteration_directory(checkpoint, iteration)
     manifest = read_manifest(directory)
     arch = read_architecture(base)
-    mapping = _check_checkpoint(directory, manifest, arch)
     export_files.require_tokenizer(base)
-    config = export_files.export_config(read_config(base), manifest.layer_pattern, manifest.dsa, manifest.q_rank)
+    verify_files(directory, manifest)
     hashes = model_file_hashes(base, progress=progress)
     _check_base(manifest, base, identity_of(hashes))
-    verify_files(directory, manifest)
+    mapping = _check_checkpoint(directory, manifest, arch)
+    config = export_files.export_config(read_config(base), manifest.layer_pattern, manifest.dsa, manifest.q_rank)
 
     source, trained = SafetensorsDir(base), SafetensorsFile(directory / WEIGHTS_FILE)
     with atomic_directory(output) as partial:
@@ -124,7 +123,7 @@ def _check_checkpoint(directory: Path, manifest: TrainingManifest, arch: Archite
         shape = (first[0] * len(sources), *first[1:])
         if trained.shape(name) != shape:
             raise UserError(
-                f"shapes must agree: {name} in {trained.path} is {trained.shape(name)}, the base and manifest say {shape}; "
+                f"shapes must agree: {name} in {trained.path} is {trained.shape(name)}, the base wants {shape}; "
                 "give the base that the checkpoint was trained on"
             )
     return mapping
@@ -172,6 +171,7 @@ def _place_base(
 
 def _copy(source: Path, target: Path, bar: tqdm) -> None:
     """Copy in the kernel, which shares blocks where the file system can (XFS, btrfs); elsewhere plainly."""
+    start = bar.n
     with open(source, "rb") as reader, open(target, "wb") as writer:
         try:
             while count := os.copy_file_range(reader.fileno(), writer.fileno(), _COPY_BYTES):
@@ -180,7 +180,10 @@ def _copy(source: Path, target: Path, bar: tqdm) -> None:
             reader.seek(0)
             writer.seek(0)
             writer.truncate()
-            shutil.copyfileobj(reader, writer, _COPY_BYTES)
+            bar.n = start
+            while piece := reader.read(_COPY_BYTES):
+                writer.write(piece)
+                bar.update(len(piece))
 
 
 def _write_trained(

@@ -93,7 +93,10 @@ def copy_texts(base: Path, output: Path) -> list[str]:
             shutil.copyfile(file, output / file.name)
     settings = output / "tokenizer_config.json"
     if settings.is_file():
-        content = json.loads(settings.read_text(encoding="utf-8"))
+        try:
+            content = json.loads(settings.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"tokenizer_config.json must be JSON: {base}: {error}; fetch the file again") from None
         if content.pop("auto_map", None) is not None:  # it names code that is not copied
             atomic_write_json(settings, content)
             notes.append("tokenizer_config.json: auto_map removed, transformers' own tokenizer class is used")

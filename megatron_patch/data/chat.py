@@ -96,10 +96,14 @@ class ChatEncoder:
                 raise RowRejected(BAD_UNICODE)
 
     def _render(self, messages: list[Message], where: str, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}; mend chat_template.jinja"
+            ) from error
         except TemplateError as error:  # templates refuse by raise_exception, e.g. roles that do not alternate
             raise UserError(
                 f"{where}: the chat template refuses this conversation: {error}; mend or remove the row"

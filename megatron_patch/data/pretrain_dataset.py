@@ -3,15 +3,20 @@
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from megatron_patch.data.batch import Row
 from megatron_patch.data.split import parse_split
 from megatron_patch.errors import UserError
+
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 
 
 class Blend(NamedTuple):
@@ -159,8 +164,11 @@ def _check_report(prefix: str, eos_id: int, vocab_size: int, tokenizer_sha256: s
 
 
 def _check_files(prefix: str) -> int:
-    """The number of documents, after checking that P.bin has the size that P.idx tells."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    """The number of documents, after checking that both files have the sizes that P.idx tells.
+
+    megatron-core's reader believes a damaged index, and reads past a truncated P.bin.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
 
     for suffix in (".bin", ".idx"):
         path = Path(f"{prefix}{suffix}")
@@ -168,17 +176,24 @@ def _check_files(prefix: str) -> int:
             raise UserError(
                 f"pretraining data are P.bin and P.idx: {path} is missing or empty; run prepare_pretrain.py again"
             )
-    try:
-        data = IndexedDataset(prefix)
-        expected = int(data.sequence_lengths.sum(dtype="int64")) * data.index.dtype_size
-        documents = len(data)
-    except (AssertionError, ValueError, OSError) as error:  # how megatron-core's reader fails on a damaged index
-        raise UserError(f"cannot read {prefix}.idx: {error}; it is damaged, run prepare_pretrain.py again") from error
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != expected or not documents:
+    index = Path(f"{prefix}.idx")
+    with index.open("rb") as file:
+        header = file.read(_INDEX_HEADER.size)
+        if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
+            raise UserError(f"{index} is damaged or no index of megatron-core; run prepare_pretrain.py again")
+        _, _, code, documents, boundaries = _INDEX_HEADER.unpack(header)
+        expected = _INDEX_HEADER.size + documents * (4 + 8) + boundaries * 8  # int32 lengths, int64 places, int64 ends
+        if index.stat().st_size != expected or not documents:
+            raise UserError(
+                f"{index} must have {expected} bytes for its {documents} documents, and some document: it has "
+                f"{index.stat().st_size} bytes; it is damaged, run prepare_pretrain.py again"
+            )
+        tokens = int(np.fromfile(file, dtype=np.int32, count=documents).sum(dtype=np.int64))
+    expected, size = tokens * DType.size(code), Path(f"{prefix}.bin").stat().st_size
+    if size != expected:
         raise UserError(
-            f"{prefix}.bin must have the {expected} bytes that its index tells, and some document: it has {size} "
-            f"bytes and {documents} documents; it is truncated or foreign, run prepare_pretrain.py again"
+            f"{prefix}.bin must have {expected} bytes for the {tokens} tokens in its index: it has {size}; it is "
+            "truncated or foreign, run prepare_pretrain.py again"
         )
     return documents
 

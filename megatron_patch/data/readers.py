@@ -108,7 +108,7 @@ def parse_row(chunk: Chunk, offset: int) -> dict[str, Any] | None:
         return None
     where = chunk.where(offset)
     try:
-        value = json.loads(row.decode("utf-8"))
+        value = json.loads(row.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8"
@@ -134,7 +134,8 @@ def type_name(value: Any) -> str:
 def _line_chunks(path: Path, kind: str) -> Iterator[Chunk]:
     with path.open("rb") as raw:
         first, rows, size, position = 1, [], 0, 0
-        for line in _decompressed(raw, kind):
+        lines = _decompressed(raw, kind)  # held until the end: when collected, it closes `raw`
+        for line in lines:
             rows.append(line)
             size += len(line)
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:

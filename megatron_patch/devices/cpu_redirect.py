@@ -18,7 +18,19 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "rand",
+    "randn",
+)
 _installed = False
 
 

@@ -46,9 +46,13 @@ def activate(name: str | None = None) -> Device:
     mcore_fixes.check_version()
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "npu":
-        raise UserError("--device npu needs the Ascend path (MindSpeed), which this release does not have; use cpu or cuda")
+        raise UserError(
+            "--device npu needs the Ascend path (MindSpeed), which this release does not have; use cpu or cuda"
+        )
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda needs a GPU that torch can use: torch.cuda.is_available() is False; use --device cpu")
+        raise UserError(
+            "--device cuda needs a GPU that torch can use: torch.cuda.is_available() is False; use --device cpu"
+        )
     # One pure-Python extension of megatron-core warns at import about each optional package that is absent.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     if name == "cpu":

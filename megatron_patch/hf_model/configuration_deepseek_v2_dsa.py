@@ -14,7 +14,8 @@ class DeepseekV2DsaConfig(DeepseekV2Config):
     dsa_layers: numbers of the layers (0-based) whose attention is DSA. They have a low-rank query projection
         (`q_a_proj`, `q_a_layernorm`, `q_b_proj`) and an `indexer`; all other layers are what `q_lora_rank` says.
     dsa_index_topk: how many keys a query of a DSA layer attends to.
-    dsa_index_n_heads, dsa_index_head_dim: sizes of the indexer; the first `qk_rope_head_dim` dims of a head are rotated.
+    dsa_index_n_heads, dsa_index_head_dim: sizes of the indexer. The first `qk_rope_head_dim` dims of each head are
+        rotated.
     dsa_q_rank: rank of the query latent of DSA layers; null means `hidden_size`.
     """
 

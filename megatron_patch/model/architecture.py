@@ -135,7 +135,9 @@ def read_config(path: str | Path) -> dict:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"config.json must be JSON: {file}: {error}; fetch the file again") from None
     if not isinstance(config, dict):
-        raise UserError(f"config.json must be a JSON object: {file} holds a {type(config).__name__}; fetch the file again")
+        raise UserError(
+            f"config.json must be a JSON object: {file} holds a {type(config).__name__}; fetch the file again"
+        )
     return config
 
 
@@ -170,7 +172,9 @@ def architecture_from_config(config: dict, where: str = "config.json") -> Archit
     for field, value in values.items():
         integral = field != "norm_eps"
         if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)) or value < 0:
-            raise UserError(f"{_REQUIRED[field]} must be a non-negative number: {where} has {value!r}; fetch the file again")
+            raise UserError(
+                f"{_REQUIRED[field]} must be a non-negative number: {where} has {value!r}; fetch the file again"
+            )
     if config.get("num_key_value_heads", values["num_heads"]) != values["num_heads"]:
         raise UserError(
             f"num_key_value_heads must equal num_attention_heads in MLA: {where} has "
@@ -194,7 +198,7 @@ def _read_rope(config: dict, where: str) -> Rope:
         raise UserError(f"rope_scaling and rope_parameters must agree: {where} has both and they differ; remove one")
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise UserError(f"rope_theta must be given: {where} has none; add V2-Lite's \"rope_theta\": 10000")
+        raise UserError(f'rope_theta must be given: {where} has none; add V2-Lite\'s "rope_theta": 10000')
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return Rope(theta=float(theta))

@@ -198,7 +198,9 @@ def _layer_spec(
 
 
 def _dense_spec() -> ModuleSpec:
-    return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
 
 
 def _moe_spec(arch: Architecture) -> ModuleSpec:

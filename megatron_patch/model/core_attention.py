@@ -32,7 +32,9 @@ class SdpaCoreAttention(nn.Module):
     ):
         super().__init__()
         if pg_collection.cp.size() != 1:
-            raise ValueError(f"SdpaCoreAttention runs without context parallelism: its size is {pg_collection.cp.size()}")
+            raise ValueError(
+                f"SdpaCoreAttention runs without context parallelism: its size is {pg_collection.cp.size()}"
+            )
         # None in the instance that Attention.__init__ builds first, and MLA's constructor replaces.
         self.softmax_scale = softmax_scale
 

@@ -56,7 +56,9 @@ class DsaSelfAttention(MLASelfAttention):
         self.indexer = LightningIndexer(config.hidden_size, config.q_lora_rank, dsa, config.params_dtype)
         self.architecture, self.dsa, self.state, self.backend = architecture, dsa, state, backend
 
-    def forward(self, hidden_states: Tensor, attention_mask, *, packed_seq_params=None, **unused) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, attention_mask, *, packed_seq_params=None, **unused
+    ) -> tuple[Tensor, None]:
         """hidden_states [T, 1, D] (a pack) -> ([T, 1, D], no bias).
 
         Raises:

@@ -58,7 +58,12 @@ class HeldoutEvaluation:
     """
 
     def __init__(
-        self, model: nn.Module, state: DsaState, batches: Iterable[PackedBatch], dsa_layers: frozenset[int], device: Device
+        self,
+        model: nn.Module,
+        state: DsaState,
+        batches: Iterable[PackedBatch],
+        dsa_layers: frozenset[int],
+        device: Device,
     ):
         self.model, self.state, self.device, self.dsa_layers = model, state, device, dsa_layers
         self.batches = list(batches)

@@ -11,7 +11,9 @@ from torch import nn
 from megatron_patch.config import OptimizerSettings
 
 _INDEXER = ParamKey(name="*.indexer.*")
-_VECTOR = ParamKey(with_name_predicate=ParamWithNamePredicate(name="vector", fn=lambda parameter, name: parameter.dim() == 1))
+_VECTOR = ParamKey(
+    with_name_predicate=ParamWithNamePredicate(name="vector", fn=lambda parameter, name: parameter.dim() == 1)
+)
 
 
 def wrap_ddp(model: nn.Module, use_distributed_optimizer: bool) -> DistributedDataParallel:
@@ -54,7 +56,9 @@ def build_optimizer(
     return optimizer
 
 
-def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings, train_iters: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    optimizer: MegatronOptimizer, settings: OptimizerSettings, train_iters: int
+) -> OptimizerParamScheduler:
     """Warm-up and decay, counted in optimizer steps."""
     return OptimizerParamScheduler(
         optimizer,

@@ -73,7 +73,9 @@ class TrainStep:
             stage: of the DSA layers, "dense" or "sparse".
         """
         start = time.perf_counter()
-        supervised, real = self._sum([sum(float(b.loss_mask.sum()) for b in batches), sum(int(b.valid.sum()) for b in batches)])
+        supervised, real = self._sum(
+            [sum(float(b.loss_mask.sum()) for b in batches), sum(int(b.valid.sum()) for b in batches)]
+        )
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()

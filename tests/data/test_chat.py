@@ -75,13 +75,15 @@ def test_exact_tokens_of_three_turns_tiny(tiny):
 
 def test_exact_tokens_of_one_turn_deepseek(deepseek):
     encoded = ChatEncoder(deepseek).encode(ONE_TURN)
-    assert encoded.input_ids == [100000, 5726, 25, 17464 + 0, 185, 185, 77398, 25, 8913, 100001] or True
+    #                            BOS     User  :   Hi     \\n   \\n   Assistant :  Paris  EOS
+    assert encoded.input_ids == [100000, 5726, 25, 11598, 185, 185, 77398, 25, 8913, 100001]
     assert learned(encoded) == [8913, 100001]
 
 
 def test_exact_tokens_of_three_turns_deepseek(deepseek):
     encoded = ChatEncoder(deepseek).encode(THREE_TURNS)
-    print(encoded.input_ids, learned(encoded))
+    #                           Paris  EOS     Rome   is   EOS     no   EOS
+    assert learned(encoded) == [8913, 100001, 12520, 317, 100001, 642, 100001]
     assert encoded.input_ids.count(100000) == 1 and encoded.input_ids[0] == 100000
 
 
@@ -121,12 +123,16 @@ TEMPLATE_FAULTS = {
     ),
     "marks every token": "{% generation %}" + CHAT_TEMPLATE + "{% endgeneration %}",
     "marks 0 spans": CHAT_TEMPLATE + "{% if false %}{% generation %}{% endgeneration %}{% endif %}",
-    "marks 1 spans for 3": MARKED.replace("'assistant' %}", "'assistant' and not loop.last %}{{ m['content'] + eos_token }}"
-                                          "{% elif m['role'] == 'assistant' %}"),
-    "not the text of message 3": MARKED.replace("{% generation %}", "").replace(
-        "{{ 'Assistant:' }}", "{% generation %}{{ 'Assistant:' }}"
+    "marks 1 spans for 3": MARKED.replace(
+        "{% elif m['role'] == 'assistant' %}",
+        "{% elif m['role'] == 'assistant' and not loop.last %}{{ m['content'] + eos_token }}"
+        "{% elif m['role'] == 'assistant' %}",
     ),
-}  # fmt: skip
+    "not the text of message 3": MARKED.replace(
+        "{{ 'Assistant:' }}{% generation %}", "{% generation %}{{ 'Assistant:' }}"
+    ),
+    "is not valid Jinja": CHAT_TEMPLATE + "{% endif %}",
+}
 
 
 @pytest.mark.parametrize("message", TEMPLATE_FAULTS)

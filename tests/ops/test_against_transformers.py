@@ -11,8 +11,6 @@ Where it differs from ours, and why the comparison holds all the same:
 * like ours it omits the Hadamard rotation (orthogonal, so scores are unchanged).
 """
 
-from itertools import pairwise
-
 import pytest
 import torch
 from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
@@ -21,9 +19,10 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 from megatron_patch.ops import reference
 from megatron_patch.ops import rope as rope_ops
 from megatron_patch.ops.reference import dsa_attention, index_scores
-from megatron_patch.ops.rope import apply_rope_half_split, apply_rope_interleaved, rope_cos_sin
+from megatron_patch.ops.rope import apply_rope_half_split, apply_rope_interleaved
 
 from .inputs import as_sets
+from .layer import dsa_layer
 
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT, Q_RANK, INDEX_DIM = 48, 3, 16, 8, 12, 24, 48, 20
 YARN = {
@@ -63,40 +62,7 @@ def _theirs(layer, rotary, x_ND):
 def _ours(layer, x_TD, cu_seqlens, topk, rope, **options):
     """The same weights through our rope and op; also returns what the index scores are made of."""
     w = dict(layer.named_parameters())
-    ends = cu_seqlens.tolist()
-    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(ends)])
-    yarn = {} if rope["rope_type"] == "default" else {
-        "factor": rope["factor"], "original_max_positions": rope["original_max_position_embeddings"],
-        "mscale": rope["mscale"], "mscale_all_dim": rope["mscale_all_dim"],
-    }  # fmt: skip
-    cos, sin = rope_cos_sin(positions, ROPE, theta=rope["rope_theta"], kind=rope["rope_type"], **yarn)
-
-    def rms(x, name):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w[name]
-
-    t = x_TD.shape[0]
-    latent_q = rms(x_TD @ w["q_a_proj.weight"].T, "q_a_layernorm.weight")
-    q_nope, q_rope = (latent_q @ w["q_b_proj.weight"].T).view(t, HEADS, -1).split([NOPE, ROPE], -1)
-    latent, k_rope = (x_TD @ w["kv_a_proj_with_mqa.weight"].T).split([LATENT, ROPE], -1)
-    latent = rms(latent, "kv_a_layernorm.weight")
-    k_nope, value = (latent @ w["kv_b_proj.weight"].T).view(t, HEADS, -1).split([NOPE, VALUE], -1)
-    k_rope = apply_rope_interleaved(k_rope, cos, sin)[:, None].expand(-1, HEADS, -1)
-    query = torch.cat([q_nope, apply_rope_interleaved(q_rope, cos, sin)], -1)
-    key = torch.cat([k_nope, k_rope], -1)
-
-    index_heads = w["indexer.weights_proj.weight"].shape[0]
-    index_query = (latent_q @ w["indexer.wq_b.weight"].T).view(t, index_heads, INDEX_DIM)
-    norm = (INDEX_DIM,), w["indexer.k_norm.weight"], w["indexer.k_norm.bias"], 1e-6
-    index_key = torch.nn.functional.layer_norm(x_TD @ w["indexer.wk.weight"].T, *norm)
-    index = (
-        rope_ops.apply_rope_half_split(index_query, cos, sin),
-        rope_ops.apply_rope_half_split(index_key, cos, sin),
-        x_TD @ w["indexer.weights_proj.weight"].T * (index_heads * INDEX_DIM) ** -0.5,
-    )
-    mscale = 1.0 if rope["rope_type"] == "default" else 0.1 * 0.707 * 3.688879454113936 + 1  # ln 40
-    scale = (NOPE + ROPE) ** -0.5 * mscale**2
-    result = reference.dsa_attention(query, key, value, *index, cu_seqlens, topk=topk, softmax_scale=scale, **options)
-    return result.out.reshape(t, -1) @ w["o_proj.weight"].T, result, index
+    return dsa_layer(w, x_TD, cu_seqlens, heads=HEADS, rope_parameters=rope, topk=topk, **options)
 
 
 def _differing_rows(index, ours: list[list[int]], theirs: torch.Tensor, topk: int) -> int:

@@ -1,0 +1,211 @@
+"""The run: build, load, train, evaluate, save. `pretrain_upcycle.py` and `sft_upcycle.py` call `train`."""
+
+import contextlib
+import math
+from collections import deque
+from itertools import islice
+
+import torch
+from tqdm import tqdm
+
+from megatron_patch.checkpoint.save import save_checkpoint
+from megatron_patch.config import TrainSettings
+from megatron_patch.devices.device import Device
+from megatron_patch.errors import NonFiniteError, UserError
+from megatron_patch.io.publish import atomic_write_text
+from megatron_patch.model.dsa_state import DENSE, SPARSE
+from megatron_patch.model.freeze import frozen_sha256
+from megatron_patch.training.setup import Run, set_up
+from megatron_patch.training.signals import StopRequest
+from megatron_patch.training.state import training_state
+from megatron_patch.training.step import StepResult
+
+
+def train(settings: TrainSettings, kind: str, device: Device) -> int:
+    """Run training to its end, or to a signal or time limit.
+
+    Args:
+        settings: all flags.
+        kind: "pretrain" or "sft".
+        device: activated.
+
+    Returns:
+        0. The run's files are under `settings.output.save`.
+
+    Raises:
+        UserError: a rule of the settings, the base or the data is broken; nothing was trained.
+        NonFiniteError: too many non-finite steps in a row.
+    """
+    run = set_up(settings, kind, device)
+    stop = StopRequest(settings.steps.exit_duration_in_mins)
+    try:
+        return _train(run, stop)
+    finally:
+        stop.restore()
+        run.metrics.close()
+
+
+def _train(run: Run, stop: StopRequest) -> int:
+    settings, progress = run.settings, run.progress
+    steps = settings.steps
+    recent: deque[StepResult] = deque(maxlen=steps.log_interval)
+    failures, saved_at = 0, None
+    if progress.iteration == 0:
+        _evaluate(run)
+    with (
+        tqdm(total=steps.train_iters, initial=progress.iteration, desc=run.identity.kind, unit="step") as bar,
+        _profiler(run) as profiler,
+    ):
+        while progress.iteration < steps.train_iters and stop.reason is None:
+            batches = list(islice(run.data.train, run.micro_batches))
+            rate = run.optimizer.param_groups[0]["lr"]
+            result = run.step(batches, stage_at(settings, progress.iteration))
+            progress.iteration += 1
+            progress.consumed_samples += steps.global_batch_size
+            progress.consumed_tokens += result.tokens
+            failures = failures + 1 if result.skipped else 0
+            if result.skipped:
+                _report_skip(run, failures)
+            else:
+                run.scheduler.step(increment=1)
+                recent.append(result)
+            bar.set_postfix(loss=f"{result.lm_loss:.3f}", kl=f"{result.indexer_kl:.3f}", refresh=False)
+            bar.update()
+            if profiler is not None:
+                profiler.step()
+            if progress.iteration % steps.log_interval == 0 and recent:
+                _log(run, recent, rate)
+                recent.clear()
+            if steps.eval_interval and progress.iteration % steps.eval_interval == 0:
+                _evaluate(run)
+            if settings.output.save_interval and progress.iteration % settings.output.save_interval == 0:
+                _save(run)
+                saved_at = progress.iteration
+    if recent:
+        _log(run, recent, rate)
+    if steps.eval_interval and progress.iteration % steps.eval_interval:
+        _evaluate(run)
+    if saved_at != progress.iteration:
+        _save(run)
+    reason = f" ({stop.reason})" if progress.iteration < steps.train_iters else ""
+    print(f"saved iteration {progress.iteration} of {steps.train_iters} to {settings.output.save}{reason}")
+    return 0
+
+
+def stage_at(settings: TrainSettings, iteration: int) -> str:
+    """The DSA layers' stage in the step after `iteration` steps."""
+    return DENSE if iteration < settings.optim.indexer_warmup_iters else SPARSE
+
+
+def _log(run: Run, results: deque[StepResult], rate: float) -> None:
+    """A row of means over the steps since the last row."""
+
+    def mean(name: str) -> float:
+        return math.fsum(getattr(result, name) for result in results) / len(results)
+
+    seconds, tokens = mean("seconds"), mean("tokens")
+    run.metrics.write(
+        "train",
+        iteration=run.progress.iteration,
+        consumed_samples=run.progress.consumed_samples,
+        consumed_tokens=run.progress.consumed_tokens,
+        lm_loss=mean("lm_loss"),
+        indexer_kl=mean("indexer_kl"),
+        index_recall=mean("index_recall"),
+        grad_norm=mean("grad_norm"),
+        learning_rate=rate,
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds,
+        peak_memory_mb=run.device.peak_memory_mb(),
+        skipped=run.progress.skipped,
+        stage=run.state.stage,
+    )
+
+
+def _evaluate(run: Run) -> None:
+    if not run.settings.steps.eval_interval:
+        return
+    result = run.heldout(stage_at(run.settings, run.progress.iteration))
+    run.metrics.write(
+        "eval",
+        iteration=run.progress.iteration,
+        consumed_samples=run.progress.consumed_samples,
+        consumed_tokens=run.progress.consumed_tokens,
+        lm_loss=result.loss,
+        indexer_kl=result.indexer_kl,
+        index_recall=result.index_recall,
+        peak_memory_mb=run.device.peak_memory_mb(),
+        skipped=run.progress.skipped,
+        lm_loss_stderr=result.loss_stderr,
+        base_lm_loss=result.base_loss,
+        lm_loss_delta=result.delta,
+        lm_loss_delta_stderr=result.delta_stderr,
+        documents=result.documents,
+        stage=run.state.stage,
+    )
+    tqdm.write(
+        f"held out, iteration {run.progress.iteration}: loss {result.loss:.4f} +- {result.loss_stderr:.4f}, base "
+        f"{result.base_loss:.4f}, difference {result.delta:+.4f} +- {result.delta_stderr:.4f} ({result.documents} documents)"
+    )
+    run.metrics.plot()
+
+
+def _report_skip(run: Run, failures: int) -> None:
+    run.progress.skipped += 1
+    run.metrics.write(
+        "skip",
+        iteration=run.progress.iteration,
+        consumed_samples=run.progress.consumed_samples,
+        consumed_tokens=run.progress.consumed_tokens,
+        skipped=run.progress.skipped,
+    )
+    tqdm.write(
+        f"iteration {run.progress.iteration}: loss or gradient is not finite; step skipped ({failures} in a row)"
+    )
+    limit = run.settings.steps.max_non_finite_steps
+    if failures >= limit:
+        raise NonFiniteError(
+            f"loss or gradients were not finite {failures} steps in a row (--max-non-finite-steps {limit}), the last at "
+            f"iteration {run.progress.iteration}; lower --lr, or look at the data of samples "
+            f"{run.progress.consumed_samples - failures * run.settings.steps.global_batch_size} to {run.progress.consumed_samples}"
+        )
+
+
+def _save(run: Run) -> None:
+    """Check that the base did not move, then write a checkpoint."""
+    found = frozen_sha256(run.model, run.identity.layer_pattern)
+    if found != run.identity.frozen_sha256:
+        raise RuntimeError(
+            f"a frozen parameter or buffer moved: hash {found}, at the start {run.identity.frozen_sha256}"
+        )
+    save_checkpoint(
+        run.settings.output.save,
+        run.model,
+        training_state(run.optimizer, run.scheduler),
+        run.identity,
+        run.progress,
+        run.settings.output.keep_last,
+    )
+    atomic_write_text(run.settings.output.save / "frozen.sha256", found + "\n")
+
+
+@contextlib.contextmanager
+def _profiler(run: Run):
+    """A torch profiler over --profile-steps, or None."""
+    steps = run.settings.output.profile_range()
+    if steps is None:
+        yield None
+        return
+    first, last = steps
+    if first <= run.progress.iteration:
+        raise UserError(
+            f"--profile-steps must lie ahead: {first} <= {run.progress.iteration}, where the run resumes; move it"
+        )
+    save = run.settings.output.save
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=max(0, first - run.progress.iteration - 1), warmup=0, active=last - first + 1, repeat=1
+        ),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(save / f"trace_{first}_{last}.json")),
+    ) as profiler:
+        yield profiler

@@ -1,0 +1,220 @@
+"""From settings to a run that is ready to step: every check that can be made before training is made here."""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_patch import __version__
+from megatron_patch.checkpoint.load_base import load_base
+from megatron_patch.checkpoint.save import LATEST, Identity, Progress, load_training_state, load_weights
+from megatron_patch.config import TrainSettings
+from megatron_patch.devices.device import Device, initialize_distributed
+from megatron_patch.errors import UserError
+from megatron_patch.io.hashes import directory_identity
+from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
+from megatron_patch.model.builder import BuildSettings, build_model
+from megatron_patch.model.dsa_state import DsaState
+from megatron_patch.model.freeze import freeze_base, frozen_sha256
+from megatron_patch.model.initialize import initialize_dsa_layers
+from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_pattern, format_pattern, parse_layer_pattern
+from megatron_patch.ops.backends import choose_backend
+from megatron_patch.training.data import RunData, build_data
+from megatron_patch.training.heldout import HeldoutEvaluation
+from megatron_patch.training.metrics import MetricsWriter
+from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
+from megatron_patch.training.state import restore_training_state
+from megatron_patch.training.step import TrainStep
+
+
+@dataclass
+class Run:
+    """A run that is ready; see `loop`. `model` is bare, `step` holds its DDP wrapper."""
+
+    settings: TrainSettings
+    device: Device
+    model: GPTModel
+    state: DsaState
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    step: TrainStep
+    heldout: HeldoutEvaluation
+    data: RunData
+    micro_batches: int
+    metrics: MetricsWriter
+    identity: Identity
+    progress: Progress
+
+
+def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
+    """Check, build, load, and open the data.
+
+    Raises:
+        UserError: a rule is broken; nothing was written but an empty --save directory.
+    """
+    _check_output(settings)
+    _check_one_process()
+    arch = read_architecture(settings.model.base_model)
+    pattern = layer_pattern(settings, arch)
+    dsa = DsaSettings(settings.model.index_topk, settings.model.index_n_heads, settings.model.index_head_dim)
+    if dsa.index_head_dim < arch.qk_rope_head_dim:
+        raise UserError(
+            f"--index-head-dim must hold the base's {arch.qk_rope_head_dim} RoPE dimensions: {dsa.index_head_dim}; raise it"
+        )
+    torch.manual_seed(settings.steps.seed)
+    torch.use_deterministic_algorithms(settings.precision.deterministic)
+    initialize_distributed(device, settings.steps.seed)
+    model, state = _build(settings, arch, pattern, dsa, device)
+    identity = _identity(settings, kind, arch, pattern, dsa, model)
+    return _assemble(settings, kind, arch, device, model, state, identity)
+
+
+def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...]:
+    """--layer-pattern, else --dsa-layers on top of the base; at least one DSA layer, on a MoE base layer."""
+    if settings.model.layer_pattern is None:
+        pattern = appended_pattern(arch.num_layers, settings.model.dsa_layers)
+    else:
+        pattern = parse_layer_pattern(settings.model.layer_pattern)
+    check_pattern(pattern, arch.num_layers)
+    if DSA not in pattern:
+        raise UserError(f"something must train: {format_pattern(pattern)} has no dsa layer; append ,dsa*2")
+    if not arch.is_moe(arch.num_layers - 1):
+        raise UserError(
+            f"new layers are MoE layers, copied from the base's last: its {arch.num_layers} layers are all dense; "
+            "use a base with MoE layers"
+        )
+    return pattern
+
+
+def _check_output(settings: TrainSettings) -> None:
+    """--save is new or empty, unless it is the run that --load resumes."""
+    save, load = settings.output.save, settings.start.load
+    if save.exists() and not save.is_dir():
+        raise UserError(f"--save must be a directory: {save} is a file; give another path")
+    if load is not None and load.resolve() == save.resolve():
+        return
+    if save.is_dir() and any(save.iterdir()):
+        resume = f" or resume it with --load {save}" if (save / LATEST).exists() else ""
+        raise UserError(f"--save must be new or empty: {save} is not; give another path{resume}")
+
+
+def _check_one_process() -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks != 1:
+        raise UserError(f"this release trains in one process: WORLD_SIZE is {ranks}; use torchrun --nproc-per-node 1")
+
+
+def _build(
+    settings: TrainSettings, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, device: Device
+) -> tuple[GPTModel, DsaState]:
+    """(model, state): base loaded, new layers initialised, base frozen, on the device."""
+    try:
+        backend = choose_backend(settings.precision.dsa_backend, device.torch_device.type)
+    except ValueError as error:
+        raise UserError(f"--dsa-backend: {error}; use auto") from None
+    build = BuildSettings(
+        dtype=torch.bfloat16 if settings.precision.bf16 else torch.float32,
+        aux_loss_coeff=settings.optim.moe_aux_loss_coeff,
+    )
+    model, state = build_model(arch, pattern, dsa, build, backend)
+    load_base(model, settings.model.base_model, arch, pattern)
+    initialize_dsa_layers(model, pattern, settings.model.dsa_init, std=arch.init_std, seed=settings.steps.seed)
+    freeze_base(model, pattern)
+    model.to(device.torch_device)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    print(
+        f"device {device.name}, DSA backend {backend.name}, layers {format_pattern(pattern)}, "
+        f"{total / 1e6:,.2f}M parameters, {trainable / 1e6:,.2f}M of them train",
+        flush=True,
+    )
+    return model, state
+
+
+def _identity(
+    settings: TrainSettings, kind: str, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, model: GPTModel
+) -> Identity:
+    base = settings.model.base_model
+    return Identity(
+        kind=kind,
+        base_path=str(base),
+        base_sha256=directory_identity(base),
+        layer_pattern=pattern,
+        dsa=dsa,
+        q_rank=arch.hidden_size,
+        frozen_sha256=frozen_sha256(model, pattern),
+    )
+
+
+def _assemble(
+    settings: TrainSettings,
+    kind: str,
+    arch: Architecture,
+    device: Device,
+    model: GPTModel,
+    state: DsaState,
+    identity: Identity,
+) -> Run:
+    """Load a checkpoint, open the data, and put optimizer and metrics around the model."""
+    progress, checkpoint = Progress(), None
+    if settings.start.load is not None:
+        checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
+        progress = Progress(**{name: manifest[name] for name in asdict(progress)})
+    elif settings.start.pretrained_checkpoint is not None:
+        load_weights(settings.start.pretrained_checkpoint, model, identity, same_kind=False)
+    micro_batches = settings.micro_batches(parallel_state.get_data_parallel_world_size())
+    data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
+    distributed_optimizer = settings.parallel.use_distributed_optimizer
+    ddp = wrap_ddp(model, distributed_optimizer)
+    optimizer = build_optimizer(
+        ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
+    )
+    scheduler = build_scheduler(optimizer, settings.optim, settings.steps.train_iters)
+    if checkpoint is not None:
+        restore_training_state(load_training_state(checkpoint), optimizer, scheduler)
+    resumes_here = checkpoint is not None and settings.start.load.resolve() == settings.output.save.resolve()
+    config = _as_json(settings)
+    metrics = MetricsWriter(settings.output, config, progress.iteration if resumes_here else None)
+    atomic_write_json(
+        settings.output.save / "config.json",
+        {"schema": 1, "kind": kind, "settings": config, "layer_pattern": list(identity.layer_pattern), **_versions()},
+    )
+    dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
+    return Run(
+        settings=settings,
+        device=device,
+        model=model,
+        state=state,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff),
+        heldout=HeldoutEvaluation(model, state, data.heldout, dsa_layers, device),
+        data=data,
+        micro_batches=micro_batches,
+        metrics=metrics,
+        identity=identity,
+        progress=progress,
+    )
+
+
+def _as_json(settings: TrainSettings) -> dict:
+    """The settings as flat flags; paths as strings."""
+    groups = asdict(settings).values()
+    flat = {name: value for group in groups for name, value in group.items()}
+    return json.loads(json.dumps(flat, default=lambda value: str(value) if isinstance(value, Path) else value))
+
+
+def _versions() -> dict:
+    names = ("torch", "megatron-core", "transformers")
+    return {
+        "versions": {"dsa-upcycling": __version__, "python": platform.python_version()} | {n: version(n) for n in names}
+    }
