@@ -44,6 +44,7 @@ class TrainingManifest:
         q_rank: width of the DSA layers' query latent.
         frozen_sha256: hash of all frozen parameters and buffers.
         files: plain file name -> SHA-256, of every file beside the manifest.
+        skipped: steps whose gradients were not finite.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class TrainingManifest:
     q_rank: int
     frozen_sha256: str
     files: dict[str, str]
+    skipped: int = 0
 
     def write(self, directory: str | Path) -> None:
         """Write `manifest.json` into the directory of an iteration."""
@@ -90,6 +92,7 @@ def read_manifest(directory: str | Path) -> TrainingManifest:
             dsa=DsaSettings(**dsa),
             frozen_sha256=str(content["frozen_sha256"]),
             files=dict(content["files"]),
+            skipped=int(content.get("skipped", 0)),
         )
     except FileNotFoundError:
         raise UserError(
@@ -123,6 +126,11 @@ def saved_iterations(save: str | Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def iteration_path(save: str | Path, iteration: int) -> Path:
+    """Where an iteration's checkpoint stands, or will stand."""
+    return Path(save) / f"iter_{iteration:07d}"
+
+
 def iteration_directory(save: str | Path, iteration: int | None = None) -> Path:
     """Directory of an iteration in a --save directory; None: the one that `latest_checkpointed_iteration.txt` names.
 
@@ -135,10 +143,12 @@ def iteration_directory(save: str | Path, iteration: int | None = None) -> Path:
         try:
             iteration = int((save / LATEST_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(f"--checkpoint must be a --save directory with {LATEST_FILE}: {there}; name it") from None
+            raise UserError(
+                f"a --save directory has {LATEST_FILE}: {there}; give the --save directory of a run"
+            ) from None
         except ValueError:
             raise UserError(f"{LATEST_FILE} must hold a number: that of {save} does not; give --iteration") from None
-    directory = save / f"iter_{iteration:07d}"
+    directory = iteration_path(save, iteration)
     if not directory.is_dir():
         raise UserError(
             f"the iteration must have been saved: {iteration} was not, {there}; give --iteration one of them"

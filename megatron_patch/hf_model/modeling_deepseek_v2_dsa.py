@@ -190,9 +190,11 @@ class DeepseekV2DsaAttention(DeepseekV2Attention):
 
 def _allowed(mask: Tensor | None, b: int, s: int, t: int, device: torch.device) -> Tensor:
     """Causal (and padding, and document) mask in any of transformers' forms -> bool [B, S, T]."""
-    if mask is None:  # sdpa's short cut: plainly causal, the queries are the last s of t positions
-        query = torch.arange(t - s, t, device=device)[:, None]
-        return (torch.arange(t, device=device) <= query).expand(b, -1, -1)
+    if mask is None:
+        # transformers' short cut for sdpa, read as it reads it. A single query sees all t keys. Several queries are the
+        # FIRST s positions: t > s then means a static cache, whose remaining slots are still empty.
+        query = torch.arange(t - 1, t, device=device) if s == 1 else torch.arange(s, device=device)
+        return (torch.arange(t, device=device) <= query[:, None]).expand(b, -1, -1)
     mask = mask[:, 0, :, :t]
     return (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2).expand(b, -1, -1)
 

@@ -58,6 +58,6 @@ def identity_of(hashes: Mapping[str, tuple[int, str]]) -> str:
 def directory_identity(directory: str | Path, *, progress: bool = False) -> str:
     """The identity of the model in a Hugging Face directory, hex: changes with any byte of its config or weights.
 
-    Tokenizer, README and other files do not count. Reads every byte: about a second per gigabyte.
+    Tokenizer, README and other files do not count. Reads every byte: one to two seconds per gigabyte.
     """
     return identity_of(model_file_hashes(directory, progress=progress))

@@ -30,6 +30,7 @@ def test_file_format_is_the_published_one(run, base):
         "dsa": {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 16, "q_rank": 64},
         "frozen_sha256": "f" * 64,
         "files": {WEIGHTS_FILE: content["files"][WEIGHTS_FILE]},
+        "skipped": 0,
     }
 
 
@@ -65,7 +66,7 @@ def test_no_manifest(tmp_path):
 
 
 def test_iterations(tmp_path, base):
-    with pytest.raises(UserError, match=r"with latest_checkpointed_iteration\.txt: .* has none; name it"):
+    with pytest.raises(UserError, match=r"has latest_checkpointed_iteration\.txt: .* has none; give"):
         iteration_directory(tmp_path)
     for iteration in (20, 5):
         write_run(tmp_path, base, iteration=iteration)

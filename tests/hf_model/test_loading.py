@@ -123,8 +123,8 @@ def test_attention_without_a_mask_is_refused(export_dir, load, kind):
         load(export_dir, attn_implementation=kind)
 
 
-def test_stock_class_on_the_directory_is_a_trap(export_dir, load, capsys):
-    """Without trust_remote_code nothing raises: random q_proj, no indexer, other logits. Loaders must check the report."""
+def test_stock_class_on_the_directory_is_a_trap(export_dir, load):
+    """Without trust_remote_code nothing raises: random q_proj, no indexer, other logits. Loaders must check for it."""
     stock, info = AutoModelForCausalLM.from_pretrained(export_dir, dtype=torch.float32, output_loading_info=True)
     assert type(stock).__name__ == "DeepseekV2ForCausalLM"
     assert {f"model.layers.{i}.self_attn.q_proj.weight" for i in (3, 4)} == set(info["missing_keys"])

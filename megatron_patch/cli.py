@@ -1,0 +1,238 @@
+"""`dsa-upcycle <command>`: one dataclass a command, its docstring is the help, its `__call__` does the work.
+
+A command's room is imported when the command runs: `--help` and mistakes answer at once, without torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron_patch import __version__, errors, flags
+from megatron_patch.errors import UserError
+from megatron_patch.model.architecture import DsaSettings
+from megatron_patch.planning.layout import PlanParallel
+
+PROG = "dsa-upcycle"
+
+
+@dataclass
+class DemoBase:
+    """Train a small base with every structural feature of DeepSeek-V2-Lite, from text that comes with the package.
+
+    Writes a Hugging Face directory (model, tokenizer, chat template) and demo_data/ in it: text, chats and a suite of
+    tasks with exact answers, everything that the next steps need.
+
+    Example: dsa-upcycle demo-base --output runs/demo/base
+    """
+
+    output: Path
+    """A new or empty directory."""
+    fast: bool = False
+    """A few steps only: proves the path, not the figures."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.demo.demo_base import run
+
+        return run(self.output, fast=self.fast)
+
+
+@dataclass
+class Plan:
+    """Parameters by part, and bytes per device of a layout: will it fit, before any device is booked.
+
+    Reads config.json only. Activations are an estimate; docs/plan.md gives the formulas.
+
+    Example: dsa-upcycle plan --base DeepSeek-V2-Lite-Chat --devices 8 --device-memory-gb 64 --bf16
+    """
+
+    base: Path
+    """The base's Hugging Face directory, or a config.json."""
+    dsa_layers: int = 2
+    """DSA layers appended on top of the base."""
+    layer_pattern: str | None = None
+    """The whole pattern instead of --dsa-layers, e.g. mla*27,dsa*2."""
+    dsa: DsaSettings = field(default_factory=DsaSettings)
+    parallel: PlanParallel = field(default_factory=PlanParallel)
+    devices: int = 1
+    """Devices in all."""
+    device_memory_gb: float | None = None
+    """Memory of a device, in units of 1e9 bytes; without it nothing is said about fitting."""
+    seq_length: int = 4096
+    """Tokens of a sample."""
+    micro_batch_size: int = 1
+    """Samples a rank takes through the model at once."""
+    bf16: bool = True
+    """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
+    json: Path | None = None
+    """Also write the plan to this file."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.planning.report import run
+
+        return run(
+            self.base,
+            dsa_layers=self.dsa_layers,
+            layer_pattern=self.layer_pattern,
+            dsa=self.dsa,
+            parallel=self.parallel,
+            devices=self.devices,
+            device_memory_gb=self.device_memory_gb,
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            bf16=self.bf16,
+            json_file=self.json,
+        )
+
+
+@dataclass
+class Export:
+    """A training checkpoint and its base become one Hugging Face directory, with the code that runs the DSA layers.
+
+    The base's shards are copied byte for byte. A crash leaves no directory that loads.
+
+    Example: dsa-upcycle export --checkpoint runs/demo/sft --base runs/demo/base --output runs/demo/export
+    """
+
+    checkpoint: Path
+    """The --save directory of a training run."""
+    base: Path
+    """The base that it was trained on."""
+    output: Path
+    """A new or empty directory."""
+    iteration: int | None = None
+    """Which checkpoint; default: the latest."""
+    layout: Literal["hybrid", "native"] = "hybrid"
+    """hybrid: base layers as they are, DSA layers on top. (native is not in this release.)"""
+    base_shards: Literal["copy", "symlink"] = "copy"
+    """symlink saves the space, and needs the base to stay where it is."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.checkpoint.export import export
+
+        export(
+            self.checkpoint,
+            self.base,
+            self.output,
+            iteration=self.iteration,
+            layout=self.layout,
+            base_shards=self.base_shards,
+        )
+        return errors.EXIT_OK
+
+
+@dataclass
+class Check:
+    """Is an export complete, unharmed and loadable? Compares it with its base, tensor by tensor.
+
+    Exit code 2 if a check fails.
+
+    Example: dsa-upcycle check runs/demo/export --base runs/demo/base
+    """
+
+    export: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="EXPORT")]
+    """The directory that `dsa-upcycle export` wrote."""
+    base: Path
+    """The base that it was made from."""
+    json: Path | None = None
+    """Also write the result to this file."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.checkpoint.check import check
+
+        return check(self.export, self.base, self.json)
+
+
+@dataclass
+class Evaluate:
+    """Score the model against its base: how much is kept, and whether the DSA layers take part.
+
+    Writes recovery.json, recovery.md and recovery.png. Each task is also scored with the DSA layers bypassed and with
+    their selected keys scrambled.
+
+    Example: dsa-upcycle evaluate --base runs/demo/base --model runs/demo/export
+    --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation --trust-remote-code
+    """
+
+    base: Path
+    """The base's Hugging Face directory."""
+    model: Path
+    """The exported directory."""
+    suite: Path
+    """Folder with suite.json and its task files."""
+    output: Path
+    """A new or empty directory."""
+    kind: Literal["upcycle", "prune"] = "upcycle"
+    """What made the model out of the base."""
+    limit: int | None = None
+    """Score only the first N rows of each task."""
+    trust_remote_code: bool = False
+    """Let the code in the model's directory run; an export carries its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations."""
+    batch_size: int = 16
+    """Rows scored at once."""
+    seed: int = 1234
+    """Of the scrambled selection."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.evaluation.recovery import run
+
+        return run(
+            base=self.base,
+            model=self.model,
+            suite=self.suite,
+            output=self.output,
+            kind=self.kind,
+            limit=self.limit,
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            seed=self.seed,
+        )
+
+
+COMMANDS = {"demo-base": DemoBase, "plan": Plan, "export": Export, "check": Check, "evaluate": Evaluate}
+
+
+def usage() -> str:
+    """The text of `dsa-upcycle --help`."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"{PROG} {__version__}: DeepSeek-V2-Lite with DSA layers, from a checkpoint to its scores",
+            "",
+            f"usage: {PROG} <command> [flags]        {PROG} <command> --help",
+            "",
+            *rows,
+            "",
+            "Training itself is `torchrun pretrain_upcycle.py` and `torchrun sft_upcycle.py`; README.md shows the journey.",
+        ]
+    )
+
+
+def dispatch(argv: Sequence[str]) -> int | None:
+    """Run the command that `argv` names, and return its exit code.
+
+    Raises:
+        UserError: no such command or flag, or the command refuses its input.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return errors.EXIT_OK if argv else errors.EXIT_USER
+    if argv[0] == "--version":
+        print(__version__)
+        return errors.EXIT_OK
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name}; {flags.did_you_mean(name, COMMANDS)}commands: {', '.join(COMMANDS)}")
+    return flags.parse(COMMANDS[name], rest, f"{PROG} {name}")()
+
+
+def main() -> None:
+    """Entry point of the `dsa-upcycle` script and of `python -m megatron_patch`."""
+    sys.exit(errors.run(lambda: dispatch(sys.argv[1:])))

@@ -1,0 +1,118 @@
+"""What a model's DSA layers contribute: forward passes with them bypassed, or with their selected keys scrambled.
+
+All passes over one batch share the layers below the first DSA layer, which no ablation touches. In a model with two
+DSA layers on 27 frozen ones that makes the ablations almost free.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_patch.hf_model.modeling_deepseek_v2_dsa import select_topk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WITH, BYPASSED, SCRAMBLED = "model", "bypassed", "scrambled"
+Ablation = Callable[[], AbstractContextManager[None]]
+
+
+def dsa_layers(model: "PreTrainedModel") -> tuple[int, ...]:
+    """Numbers of the model's DSA layers, ascending; none for a stock model."""
+    return tuple(sorted(getattr(model.config, "dsa_layers", None) or ()))
+
+
+def layer_name(layer: int) -> str:
+    """Name of the ablation that bypasses this layer alone."""
+    return f"{BYPASSED} {layer}"
+
+
+@contextmanager
+def bypassed(model: "PreTrainedModel", layers: Iterable[int] | None = None) -> Iterator[None]:
+    """Within the block, whole decoder layers (attention and MLP) pass their input on.
+
+    Args:
+        layers: their numbers; None: all DSA layers, which leaves the base.
+    """
+    chosen = dsa_layers(model) if layers is None else layers
+    with _replaced({model.base_model.layers[i]: _identity for i in chosen}):
+        yield
+
+
+@contextmanager
+def scrambled(model: "PreTrainedModel", generator: torch.Generator) -> Iterator[None]:
+    """Within the block, each query of a DSA layer attends to random allowed keys, as many as it would have selected.
+
+    A query with no more than top-k allowed keys selects all of them, so nothing changes for it.
+
+    Args:
+        generator: a CPU generator; the draws depend on it and on the shapes of the batches.
+    """
+
+    def random_keys(scores: Tensor, k: int) -> Tensor:
+        noise = torch.rand(scores.shape, generator=generator).to(scores.device)
+        return select_topk(noise.masked_fill(scores == float("-inf"), float("-inf")), k)
+
+    attentions = [model.base_model.layers[i].self_attn for i in dsa_layers(model)]
+    before = [attention.index_selector for attention in attentions]
+    try:
+        for attention in attentions:
+            attention.index_selector = random_keys
+        yield
+    finally:
+        for attention, selector in zip(attentions, before, strict=True):
+            attention.index_selector = selector
+
+
+def fan_out(
+    model: "PreTrainedModel", ids: Tensor, attention_mask: Tensor, ablations: Mapping[str, Ablation]
+) -> dict[str, Tensor]:
+    """Final hidden states of one batch, as the model is and under each ablation.
+
+    Args:
+        ids, attention_mask: int64 [B, S], padded on the right.
+        ablations: each may change DSA layers only.
+
+    Returns:
+        `WITH` and each ablation's name -> [B, S, D], after the final norm.
+    """
+    trunk: list[Tensor] = []
+    below = [model.base_model.layers[i] for i in range(min(dsa_layers(model), default=0))]
+    hook = below[-1].register_forward_hook(lambda _m, _i, output: trunk.append(output)) if below else None
+    try:
+        hidden = {WITH: _hidden(model, ids, attention_mask)}
+    finally:
+        if hook is not None:
+            hook.remove()
+    known = {layer: _identity for layer in below[:-1]} | {layer: lambda *_, **__: trunk[0] for layer in below[-1:]}
+    for name, ablation in ablations.items():
+        with _replaced(known), ablation():
+            hidden[name] = _hidden(model, ids, attention_mask)
+    return hidden
+
+
+def _hidden(model: "PreTrainedModel", ids: Tensor, attention_mask: Tensor) -> Tensor:
+    return model.base_model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+
+
+def _identity(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden_states
+
+
+@contextmanager
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Give modules another `forward` within the block; what an enclosing block gave them comes back afterwards."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward

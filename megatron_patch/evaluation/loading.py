@@ -1,0 +1,147 @@
+"""Models and tokenizers for scoring, through transformers; strict about names, code, softmax scale and tokenizer."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.checkpoint.export_files import ARCHITECTURE, CODE_DIRECTORY, CODE_FILES
+from megatron_patch.checkpoint.load_base import IGNORED_HF_NAMES
+from megatron_patch.data.tokenizer import load_tokenizer, tokenizer_sha256
+from megatron_patch.errors import UserError
+from megatron_patch.io.hashes import file_sha256
+from megatron_patch.io.safetensors_dir import SafetensorsDir
+from megatron_patch.model.architecture import Architecture, read_architecture, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FIRST_RIGHT_TRANSFORMERS = "5.16"
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """What a model directory holds, found without loading it.
+
+    Attributes:
+        dsa_layers: numbers of its DSA layers; empty for a base or a pruned model.
+        index_topk: keys that a query of those attends to; None without DSA layers.
+        own_code: load with the code in the directory rather than with this package's (which is not the same).
+    """
+
+    path: Path
+    arch: Architecture
+    dsa_layers: tuple[int, ...]
+    index_topk: int | None
+    own_code: bool
+
+
+def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> ModelDirectory:
+    """Check config, weights' headers and code of a model directory; loads no weight and runs no code of it.
+
+    Args:
+        path: a base, a pruned model or an export.
+        trust_remote_code: accept an export whose code is not this package's, to be run when the model is loaded.
+
+    Raises:
+        UserError: no such model, damaged weights, or foreign code that is not trusted.
+    """
+    path = Path(path)
+    arch, config = read_architecture(path), read_config(path)
+    SafetensorsDir(path)  # refuses missing and truncated shards
+    if config["architectures"] != [ARCHITECTURE]:
+        if config.get("dsa_layers"):
+            raise UserError(
+                f"a model with dsa_layers must be a {ARCHITECTURE}: {path} says {config['architectures']}, with which "
+                "its DSA layers would get random weights; export it again"
+            )
+        return ModelDirectory(path, arch, (), None, own_code=False)
+    layers, topk = config.get("dsa_layers"), config.get("dsa_index_topk")
+    numbers = set(range(arch.num_layers))
+    if not isinstance(layers, list) or not layers or not all(isinstance(i, int) and i in numbers for i in layers):
+        raise UserError(
+            f"dsa_layers must list layers from 0 to {arch.num_layers - 1}: {path} has {layers!r}; export it again"
+        )
+    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+        raise UserError(f"dsa_index_topk must be a whole number above 0: {path} has {topk!r}; export it again")
+    differing = [name for name in CODE_FILES if not _same_code(path / name, CODE_DIRECTORY / name)]
+    if differing and not trust_remote_code:
+        raise UserError(
+            f"an export's code must be this release's: {', '.join(differing)} in {path} is missing or another; export "
+            "it again, or pass --trust-remote-code to run the code in the directory"
+        )
+    return ModelDirectory(path, arch, tuple(sorted(layers)), topk, own_code=bool(differing))
+
+
+def _same_code(file: Path, ours: Path) -> bool:
+    return file.is_file() and file_sha256(file) == file_sha256(ours)
+
+
+def load_model(
+    directory: ModelDirectory, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> "PreTrainedModel":
+    """The model in evaluation mode: transformers' stock class for a base, this package's for an export.
+
+    Raises:
+        UserError: weights missing, left over or of another shape; or a transformers that gets YaRN's softmax scale
+            wrong (before 5.16), with which a base would score too low.
+    """
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "sdpa",
+        "output_loading_info": True,
+        "use_safetensors": True,
+        "local_files_only": True,
+    }
+    model, info = _from_pretrained(directory, options)
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in info[fault] if not IGNORED_HF_NAMES.fullmatch(str(name)))
+        if names:
+            raise UserError(
+                f"a model's tensors must be exactly those of its config: {directory.path} has {len(names)} "
+                f"{fault.replace('_', ' ')} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); get it again"
+            )
+    for number, layer in enumerate(model.base_model.layers):
+        scale, right = layer.self_attn.scaling, directory.arch.softmax_scale
+        if not math.isclose(scale, right, rel_tol=1e-6):
+            raise UserError(
+                f"the softmax scale must include YaRN's factor: layer {number} of {directory.path} has {scale:.6f}, "
+                f"{right:.6f} is right; use transformers {FIRST_RIGHT_TRANSFORMERS} or later"
+            )
+    return model.eval().to(device)
+
+
+def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tuple["PreTrainedModel", dict[str, Any]]:
+    if directory.own_code:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(directory.path, trust_remote_code=True, **options)
+    if not directory.dsa_layers:
+        # Named, not found through auto_map: a published base brings old code of its own, which never runs.
+        from transformers import DeepseekV2ForCausalLM
+
+        return DeepseekV2ForCausalLM.from_pretrained(directory.path, **options)
+    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
+
+    return DeepseekV2DsaForCausalLM.from_pretrained(directory.path, **options)
+
+
+def load_common_tokenizer(
+    base: str | Path, model: str | Path, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of both directories.
+
+    Raises:
+        UserError: they differ in ids, BOS, EOS or chat template, so that scores would not compare.
+    """
+    ours, theirs = (load_tokenizer(path, trust_remote_code=trust_remote_code) for path in (base, model))
+    for what, first, second in (
+        ("tokenizers", tokenizer_sha256(ours), tokenizer_sha256(theirs)),
+        ("chat templates", ours.chat_template, theirs.chat_template),
+    ):
+        if first != second:
+            raise UserError(f"base and model must have the same {what}: {base} and {model} differ; copy the base's files")
+    return ours
