@@ -74,7 +74,7 @@ def export(
     manifest = read_manifest(directory)
     arch = read_architecture(base)
     export_files.require_tokenizer(base)
-    verify_files(directory, manifest)
+    verify_files(directory, manifest, only=(WEIGHTS_FILE,))  # not the optimizer's state, which is larger
     hashes = model_file_hashes(base, progress=progress)
     _check_base(manifest, base, identity_of(hashes))
     mapping = _check_checkpoint(directory, manifest, arch)

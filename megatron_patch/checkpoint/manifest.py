@@ -103,13 +103,14 @@ def read_manifest(directory: str | Path) -> TrainingManifest:
         raise UserError(f"a manifest must be whole: {file}: {detail}; copy the checkpoint again") from None
 
 
-def verify_files(directory: str | Path, manifest: TrainingManifest) -> None:
-    """Compare every file that the manifest names with its hash.
+def verify_files(directory: str | Path, manifest: TrainingManifest, only: tuple[str, ...] | None = None) -> None:
+    """Compare the files that the manifest names (or `only` these) with their hashes.
 
     Raises:
         UserError: a file is missing or has changed.
     """
-    for name, expected in manifest.files.items():
+    for name in manifest.files if only is None else only:
+        expected = manifest.files.get(name)
         file = Path(directory) / name
         if Path(name).name != name:
             raise UserError(f"a manifest names files beside it: {directory} has {name!r}; copy the checkpoint again")

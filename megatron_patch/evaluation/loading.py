@@ -111,6 +111,11 @@ def load_model(
                 f"the softmax scale must include YaRN's factor: layer {number} of {directory.path} has {scale:.6f}, "
                 f"{right:.6f} is right; use transformers {FIRST_RIGHT_TRANSFORMERS} or later"
             )
+        if number in directory.dsa_layers and not hasattr(layer.self_attn, "index_selector"):
+            raise UserError(  # only foreign code can lack it; scrambling would then change nothing, in silence
+                f"DSA attention must let its selection be replaced: {type(layer.self_attn).__name__} of {directory.path} "
+                "has no index_selector; export it again"
+            )
     return model.eval().to(device)
 
 
@@ -143,5 +148,7 @@ def load_common_tokenizer(
         ("chat templates", ours.chat_template, theirs.chat_template),
     ):
         if first != second:
-            raise UserError(f"base and model must have the same {what}: {base} and {model} differ; copy the base's files")
+            raise UserError(
+                f"base and model must have the same {what}: {base} and {model} differ; copy the base's files"
+            )
     return ours

@@ -1,11 +1,11 @@
 """The suite: tasks with exact answers and held-out text, in one directory, checked as a whole before a model is loaded.
 
-    suite.json     {"schema": 1, "name": "demo",
-                    "tasks": [{"name": "lookup", "file": "lookup.jsonl", "metric": "exact_match", "chance": 0.0625,
-                               "taught_to_base": true, "description": "..."}],
-                    "perplexity": {"file": "heldout.jsonl", "text_key": "text", "max_length": 256}}
-    lookup.jsonl   {"messages": [{"role": "user", "content": "..."}], "answer": "..."}   a row each
-    heldout.jsonl  {"text": "..."}                                                       a document each
+suite.json     {"schema": 1, "name": "demo",
+                "tasks": [{"name": "lookup", "file": "lookup.jsonl", "metric": "exact_match", "chance": 0.0625,
+                           "taught_to_base": true, "description": "..."}],
+                "perplexity": {"file": "heldout.jsonl", "text_key": "text", "max_length": 256}}
+lookup.jsonl   {"messages": [{"role": "user", "content": "..."}], "answer": "..."}   a row each
+heldout.jsonl  {"text": "..."}                                                       a document each
 """
 
 import difflib
@@ -78,7 +78,9 @@ def read_suite(directory: str | Path, limit: int | None = None) -> Suite:
     content, where = _read_json(directory / SUITE_FILE), str(directory / SUITE_FILE)
     _check_keys(content, where, ("schema", "name", "tasks", "perplexity"))
     if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise UserError(f"{where}: schema must be {SCHEMA}: {content['schema']!r}; use a suite of this release's format")
+        raise UserError(
+            f"{where}: schema must be {SCHEMA}: {content['schema']!r}; use a suite of this release's format"
+        )
     name = _text(content, "name", where)
     entries = content["tasks"]
     if not isinstance(entries, list) or not entries:

@@ -205,8 +205,7 @@ class _DsaMixin:
     config_class = DeepseekV2DsaConfig
     _supports_flash_attn = False
     _supports_flex_attn = False
-    # Recent releases keep the routers' weights in fp32. Routing is computed in fp32 either way; one dtype suits FSDP.
-    _keep_in_fp32_modules_strict = None
+    _keep_in_fp32_modules_strict = None  # see DeepseekV2DsaModel
 
 
 class DeepseekV2DsaModel(_DsaMixin, DeepseekV2Model):
@@ -220,6 +219,9 @@ class DeepseekV2DsaModel(_DsaMixin, DeepseekV2Model):
             if i in config.dsa_layers:
                 layer.self_attn = DeepseekV2DsaAttention(config, i)
             layer.self_attn.scaling = softmax_scale(config)
+        # Recent releases hold the routers' weights in fp32 in a bf16 model. Routing is computed in fp32 either way, and
+        # FSDP wants one dtype.
+        self.layers.to(torch.get_default_dtype())
         self.post_init()
 
 

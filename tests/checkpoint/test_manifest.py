@@ -87,6 +87,9 @@ def test_files_must_be_as_saved(tmp_path, base):
     (directory / WEIGHTS_FILE).write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors has changed"):
         verify_files(directory, manifest)
+    verify_files(directory, manifest, only=())
+    with pytest.raises(UserError, match=r"model\.safetensors has changed"):
+        verify_files(directory, manifest, only=(WEIGHTS_FILE,))
     (directory / WEIGHTS_FILE).unlink()
     with pytest.raises(UserError, match=r"model\.safetensors is missing"):
         verify_files(directory, manifest)

@@ -1,0 +1,135 @@
+"""The small base: its published-form configuration, its model in transformers, and its directory on disk."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARDS = 2
+ROPE_SCALING = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+
+def published_config(vocab_size: int, bos_id: int, eos_id: int) -> dict:
+    """`config.json` with every structural feature of DeepSeek-V2-Lite, in the form that it was published in.
+
+    Dense first layer, routed and shared experts, softmax greedy routing without renormalisation, plain `q_proj`,
+    YaRN by the legacy keys `rope_theta` and `rope_scaling` (some engines read only those), untied head.
+    """
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "rope_scaling": dict(ROPE_SCALING),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": "float32",
+    }
+
+
+def build_model(config: dict) -> torch.nn.Module:
+    """transformers' own `DeepseekV2ForCausalLM` (fp32, eager experts: the fastest on a CPU) for a published config."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    keys = ("architectures", "torch_dtype", "rope_scaling", "rope_theta", "model_type")
+    settings = DeepseekV2Config(
+        **{key: value for key, value in config.items() if key not in keys},
+        rope_parameters={
+            **{key: value for key, value in config["rope_scaling"].items() if key != "type"},
+            "rope_type": config["rope_scaling"]["type"],
+            "rope_theta": config["rope_theta"],
+        },
+    )
+    settings._experts_implementation = "eager"
+    return DeepseekV2ForCausalLM(settings)
+
+
+def per_expert_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights under their published names: transformers keeps a layer's experts in two 3-D tensors, split here.
+
+    `experts.gate_up_proj` [E, 2*F, H] holds gate above up; `experts.down_proj` is [E, H, F].
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for e, fused in enumerate(tensor):
+                gate, up = fused.chunk(2)
+                state[f"{prefix}.{e}.gate_proj.weight"] = gate.clone()
+                state[f"{prefix}.{e}.up_proj.weight"] = up.clone()
+        elif leaf == "down_proj":
+            for e, down in enumerate(tensor):
+                state[f"{prefix}.{e}.down_proj.weight"] = down.clone()
+        else:
+            state[name] = tensor.clone()
+    return state
+
+
+def write_weights(directory: Path, state: dict[str, Tensor], shards: int = SHARDS) -> None:
+    """Write `model-0000x-of-0000n.safetensors`, cut by size in the model's order, and the index."""
+    total = sum(tensor.nbytes for tensor in state.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
+    done = 0
+    for name, tensor in state.items():
+        parts[min(shards - 1, done * shards // total)][name] = tensor.contiguous()
+        done += tensor.nbytes
+    weight_map = {}
+    for number, part in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_base(directory: Path, model: torch.nn.Module, config: dict) -> None:
+    """Write config, generation config and sharded weights. The tokenizer is written by `write_tokenizer`."""
+    _write_json(directory / "config.json", config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    _write_json(directory / "generation_config.json", {"_from_model_config": True, **ids, "pad_token_id": ids["eos_token_id"]})
+    write_weights(directory, per_expert_state(model))
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

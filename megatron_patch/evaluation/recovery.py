@@ -1,0 +1,147 @@
+"""`recovery.json`: what the scores say about a proxy. Arithmetic alone; no model is touched here.
+
+A task counts towards the verdict when the base itself solves it: base > chance + 2 standard errors. A ratio to a base
+that guesses would say nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patch.evaluation.ablations import BYPASSED, SCRAMBLED, WITH, layer_name
+from megatron_patch.evaluation.scores import DocumentScores
+from megatron_patch.evaluation.statistics import mean, or_none, ratio
+from megatron_patch.evaluation.suite import Task
+
+SCHEMA = 1
+UPCYCLE, PRUNE = "upcycle", "prune"
+RATIO_THRESHOLD = 0.8
+PARTICIPATION_THRESHOLD = 0.01  # nats per token
+# Nats per token: far above rounding in the dtype (routing can flip in bf16), far below any wrong weight or scale.
+BASE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+STANDARD_ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """One task's scores by row, fp64 [n] of 0 and 1: the base's, and `WITH` and each ablation's of the model.
+
+    `beyond_topk`: fraction of rows longer than the DSA layers' top-k, where a selection takes place at all.
+    """
+
+    task: Task
+    base: Tensor
+    model: dict[str, Tensor]
+    beyond_topk: float | None
+
+
+def task_entry(scores: TaskScores) -> dict[str, Any]:
+    """One element of `tasks`."""
+    task, with_dsa = scores.task, scores.model[WITH]
+    base, model, gain = mean(scores.base), mean(with_dsa), mean(with_dsa - scores.base)
+    # NaN compares false: with one row there is no error, so nothing counts.
+    counted = base.value > task.chance + STANDARD_ERRORS * base.stderr
+    relative = ratio(with_dsa, scores.base) if counted else None
+    entry: dict[str, Any] = {
+        "name": task.name,
+        "metric": task.metric,
+        "n": len(task.rows),
+        "chance": task.chance,
+        "base": base.value,
+        "model": model.value,
+        "stderr": [or_none(base.stderr), or_none(model.stderr)],
+        "ratio": relative.value if relative else None,
+        "counted": counted,
+        "bypassed": None,
+        "scrambled_indices": None,
+        "ratio_stderr": or_none(relative.stderr) if relative else None,
+        "gain_over_base": gain.value,
+        "gain_stderr": or_none(gain.stderr),
+        "gain_lost_by_scrambling": None,
+        "rows_beyond_topk": scores.beyond_topk,
+        "taught_to_base": task.taught_to_base,
+        "description": task.description,
+    }
+    if BYPASSED in scores.model:
+        entry["bypassed"] = mean(scores.model[BYPASSED]).value
+        entry["scrambled_indices"] = mean(scores.model[SCRAMBLED]).value
+        if gain.value > STANDARD_ERRORS * gain.stderr:
+            entry["gain_lost_by_scrambling"] = (model.value - entry["scrambled_indices"]) / gain.value
+    return entry
+
+
+def perplexity_entry(base: DocumentScores, model: DocumentScores) -> dict[str, Any]:
+    """`perplexity`: exp of the mean loss per token over documents; `loss_difference` is model - base, paired."""
+    base_loss, model_loss = ratio(base.nll[WITH], base.tokens), ratio(model.nll[WITH], model.tokens)
+    difference = ratio(model.nll[WITH] - base.nll[WITH], base.tokens)
+    ablated = {name: math.exp(ratio(model.nll[name], model.tokens).value) for name in model.nll}
+    return {
+        "base": math.exp(base_loss.value),
+        "model": math.exp(model_loss.value),
+        # d exp(x) = exp(x) dx
+        "stderr": [or_none(math.exp(loss.value) * loss.stderr) for loss in (base_loss, model_loss)],
+        "loss": [base_loss.value, model_loss.value],
+        "loss_stderr": [or_none(base_loss.stderr), or_none(model_loss.stderr)],
+        "loss_difference": difference.value,
+        "loss_difference_stderr": or_none(difference.stderr),
+        "bypassed": ablated.get(BYPASSED),
+        "scrambled_indices": ablated.get(SCRAMBLED),
+        "documents": len(base.tokens),
+        "tokens": int(base.tokens.sum()),
+    }
+
+
+def participation_entry(model: DocumentScores, layers: tuple[int, ...], beyond_topk: float) -> dict[str, Any]:
+    """`participation`: mean KL(with || bypassed) per token, of all DSA layers together and of each alone."""
+    total = ratio(model.kl[BYPASSED], model.tokens)
+    return {
+        "kl_nats": total.value,
+        "per_layer": [ratio(model.kl[layer_name(layer)], model.tokens).value for layer in layers],
+        "tokens": int(model.tokens.sum()),
+        "stderr": or_none(total.stderr),
+        "layers": list(layers),
+        "scrambled_kl_nats": ratio(model.kl[SCRAMBLED], model.tokens).value,
+        "documents_beyond_topk": beyond_topk,
+    }
+
+
+def bypassed_is_base(base: DocumentScores, model: DocumentScores) -> float:
+    """Largest difference, over documents, between the base's loss per token and that of the model's base part, nats."""
+    return float(((model.nll[BYPASSED] - base.nll[WITH]).abs() / base.tokens).max())
+
+
+def summary_entry(tasks: list[dict[str, Any]], participation: dict[str, Any] | None) -> dict[str, Any]:
+    """`summary`: pass needs a counted task, every counted ratio at the threshold or above, and DSA layers that take part.
+
+    An upcycled model whose DSA layers do nothing has its base's scores, and proves nothing.
+    """
+    ratios = {task["name"]: task["ratio"] for task in tasks if task["counted"]}
+    reasons = [
+        f"{name}: the model has {value:.3f} of the base's score, below {RATIO_THRESHOLD}"
+        for name, value in ratios.items()
+        if value < RATIO_THRESHOLD
+    ]
+    if not ratios:
+        reasons.append("no task is counted: the base is not above chance on any")
+    if participation is not None and participation["kl_nats"] < PARTICIPATION_THRESHOLD:
+        reasons.append(
+            f"the DSA layers take no part: bypassing them changes predictions by {participation['kl_nats']:.2g} nats per "
+            f"token, below {PARTICIPATION_THRESHOLD}"
+        )
+    return {
+        "min_ratio": min(ratios.values(), default=None),
+        "mean_ratio": sum(ratios.values()) / len(ratios) if ratios else None,
+        "threshold": RATIO_THRESHOLD,
+        "verdict": "fail" if reasons else "pass",
+        "counted_tasks": len(ratios),
+        "participation_threshold": None if participation is None else PARTICIPATION_THRESHOLD,
+        "reasons": reasons,
+    }
+
+
+def fraction_longer(lengths: list[int], topk: int) -> float:
+    """Fraction of sequences with more tokens than top-k."""
+    return float((torch.tensor(lengths) > topk).double().mean())

@@ -1,0 +1,197 @@
+"""Bytes per device of a parallel layout: weights, gradients, optimizer exactly; activations and logits by formula."""
+
+from dataclasses import dataclass, fields
+from math import ceil
+
+from megatron_patch.config import ParallelSettings
+from megatron_patch.errors import UserError
+from megatron_patch.model.architecture import Architecture, DsaSettings
+from megatron_patch.model.layer_pattern import DSA
+from megatron_patch.planning.parameters import Part
+
+GRADIENT_BYTES = 4  # DDP's buffer is fp32, and holds all trainable parameters also with a distributed optimizer
+ADAM_BYTES = 8  # two moments, fp32
+MAIN_COPY_BYTES = 4  # fp32 weights beside bf16 ones
+
+
+@dataclass
+class PlanParallel(ParallelSettings):
+    """The layout flags of the training scripts. A plan may ask for any layout, also one that does not train yet."""
+
+    def __post_init__(self) -> None:
+        for each in fields(ParallelSettings):
+            value = getattr(self, each.name)
+            if type(value) is int and value < 1:
+                raise UserError(f"--{each.name.replace('_', '-')} must be positive: {value}; 1 switches it off")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups: tensor, pipeline, expert, expert-tensor, context, data.
+
+    `expert_dp` is the number of devices that hold the same experts.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    cp: int
+    dp: int
+    expert_dp: int
+    distributed_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on the fullest device, by part."""
+
+    frozen: int
+    trainable: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.trainable + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does at a time: tokens of a micro-batch, and bytes of a weight or activation (2 bf16, 4 fp32)."""
+
+    seq_length: int
+    micro_batch_size: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_length * self.micro_batch_size
+
+
+def make_layout(parallel: ParallelSettings, devices: int, arch: Architecture, num_layers: int) -> Layout:
+    """The groups that `devices` form.
+
+    Raises:
+        UserError: the sizes do not divide the devices, the heads or the experts, or are known to train wrongly.
+    """
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    cp = parallel.context_parallel_size
+
+    def require(holds: bool, rule: str, value: str, remedy: str) -> None:
+        if not holds:
+            raise UserError(f"{rule}: {value}; {remedy}")
+
+    shared = tp * pp * cp
+    require(devices >= 1, "--devices must be positive", str(devices), "give the devices in all")
+    require(
+        devices % shared == 0, "--devices must be a multiple of tensor x pipeline x context", f"{devices} % {shared} != 0",
+        f"use {ceil(devices / shared) * shared} devices",
+    )  # fmt: skip
+    require(
+        devices // pp % (ep * etp) == 0, "devices of a pipeline stage must be a multiple of expert x expert-tensor",
+        f"{devices // pp} % {ep * etp} != 0", "lower --expert-model-parallel-size or take more devices",
+    )  # fmt: skip
+    require(
+        arch.num_experts % ep == 0, "--expert-model-parallel-size must divide the experts",
+        f"{arch.num_experts} % {ep} != 0", "use a power of two",
+    )  # fmt: skip
+    require(
+        arch.num_heads % tp == 0, "--tensor-model-parallel-size must divide the heads", f"{arch.num_heads} % {tp} != 0",
+        "use a power of two",
+    )  # fmt: skip
+    require(pp <= num_layers, "pipeline stages need a layer each", f"{pp} > {num_layers}", "use fewer stages")
+    require(
+        tp == 1 or parallel.sequence_parallel, "tensor parallelism of MoE layers trains only with --sequence-parallel",
+        f"{tp} without it", "add --sequence-parallel",
+    )  # fmt: skip
+    # Expert gradients would not be summed over the tensor-parallel ranks: silently wrong.
+    require(
+        tp == 1 or ep > 1 or etp == tp, "with expert parallel 1, --expert-tensor-parallel-size must equal tensor parallel",
+        f"{etp} != {tp}", f"use --expert-tensor-parallel-size {tp}",
+    )  # fmt: skip
+    return Layout(
+        tp, pp, ep, etp, cp, devices // shared, devices // pp // (ep * etp), parallel.use_distributed_optimizer
+    )
+
+
+def stage_of(layer: int, num_layers: int, stages: int) -> int:
+    """The pipeline stage of a layer: as even as can be, earlier stages take what is left over."""
+    if layer < 0:
+        return 0
+    short, longer = divmod(num_layers, stages)
+    ends = [(stage + 1) * short + min(stage + 1, longer) for stage in range(stages)]
+    return next((stage for stage, end in enumerate(ends) if layer < end), stages - 1)
+
+
+def bytes_per_device(
+    found: list[Part], arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, layout: Layout, work: Work
+) -> Bytes:
+    """The fullest pipeline stage's device. `found` is from `parameters.parts`."""
+    stages = [_stage(found, arch, pattern, dsa, layout, work, stage) for stage in range(layout.pp)]
+    return max(stages, key=lambda each: each.total)
+
+
+def _stage(found, arch, pattern, dsa, layout: Layout, work: Work, stage: int) -> Bytes:
+    num_layers = len(pattern)
+    split = {"tensor": layout.tp, "experts": layout.ep * layout.etp, "whole": 1}
+    copies = {"tensor": layout.dp * layout.cp, "experts": layout.expert_dp, "whole": layout.dp * layout.cp}
+    per_parameter = ADAM_BYTES + (MAIN_COPY_BYTES if work.width < 4 else 0)
+    frozen = trainable = optimizer = 0
+    for part in found:
+        if stage_of(part.layer, num_layers, layout.pp) != stage:
+            continue
+        count = ceil(part.parameters / split[part.split])
+        if not part.trainable:
+            frozen += count * work.width
+            continue
+        trainable += count * (work.width + GRADIENT_BYTES)
+        spread = copies[part.split] if layout.distributed_optimizer else 1
+        optimizer += ceil(count * per_parameter / spread)
+    dsa_layers = [
+        i for i, kind in enumerate(pattern) if kind == DSA and stage_of(i, num_layers, layout.pp) == stage
+    ]
+    is_last = stage == layout.pp - 1
+    return Bytes(
+        frozen,
+        trainable,
+        optimizer,
+        activation_bytes(arch, dsa, len(dsa_layers), layout, work),
+        logit_bytes(arch, layout, work) if is_last else 0,
+    )
+
+
+def logit_bytes(arch: Architecture, layout: Layout, work: Work) -> int:
+    """Logits, the fp32 copy that the loss makes, and its gradient: [tokens, vocabulary] three times."""
+    return work.tokens // layout.cp * ceil(arch.vocab_size / layout.tp) * (work.width + 4 + 4)
+
+
+def activation_bytes(arch: Architecture, dsa: DsaSettings, dsa_layers: int, layout: Layout, work: Work) -> int:
+    """What autograd keeps for the DSA layers, and the DSA op's workspace in one of them. An estimate.
+
+    Frozen layers keep nothing: autograd starts at the first trainable one. Per token and DSA layer, with w bytes an
+    activation (D hidden, H heads, Q/V their sizes, R = D query latent, C key-value latent, J x E index heads,
+    k experts of F a token, S the shared experts' size):
+
+        norms     (4 + w)(2 D + R + C)         input in fp32, normalised value
+        linears   w (2 D + R + C + H V)        inputs of the projections
+        op        4 H (2 Q + V) + w (J E + E) + 4 (J E + E)
+        experts   w k (D + 6 F) + 5 w S        permuted input, gate-up, activation, product, weighted product
+
+    The reference op keeps for every pair of a query and a key of one document 4 (J + H) + 11 bytes, and its backward
+    needs 8 max(J, H) more in one layer; the worst case, one document as long as the sample, is assumed.
+    """
+    if dsa_layers == 0:
+        return 0
+    w, hidden, heads = work.width, arch.hidden_size, arch.num_heads // layout.tp
+    index = dsa.index_n_heads * dsa.index_head_dim + dsa.index_head_dim
+    shared = arch.moe_ffn_size * arch.num_shared_experts // layout.tp
+    latents = 2 * hidden + hidden + arch.kv_lora_rank
+    per_token = (4 + w) * latents + w * (latents + heads * arch.v_head_dim)
+    per_token += 4 * heads * (2 * arch.qk_head_dim + arch.v_head_dim) + (w + 4) * index
+    per_token += w * arch.experts_per_token * (hidden + 6 * arch.moe_ffn_size) + 5 * w * shared
+    pairs = work.micro_batch_size * work.seq_length**2 // layout.cp
+    kept = dsa_layers * (4 * (dsa.index_n_heads + heads) + 11)
+    return dsa_layers * per_token * work.tokens // layout.cp + pairs * (kept + 8 * max(dsa.index_n_heads, heads))

@@ -1,0 +1,234 @@
+"""Whole runs: resume, freeze, stop, skip, and what they leave behind."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_patch import errors
+from megatron_patch.config import PRETRAIN, SFT
+from megatron_patch.errors import NonFiniteError, UserError
+from megatron_patch.training import loop, setup
+from megatron_patch.training.loop import train
+
+
+def rows(save, kind=None):
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if kind in (None, row["kind"])]
+
+
+def flat(state, prefix=""):
+    """Every leaf of a nested state by path."""
+    if isinstance(state, dict):
+        return {k: v for key, value in state.items() for k, v in flat(value, f"{prefix}/{key}").items()}
+    if isinstance(state, list | tuple):
+        return {k: v for i, value in enumerate(state) for k, v in flat(value, f"{prefix}/{i}").items()}
+    return {prefix: state}
+
+
+FORMS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "distributed optimizer": {"use_distributed_optimizer": True},
+    "bf16, distributed optimizer": {"bf16": True, "use_distributed_optimizer": True},
+    "sft": {"kind": SFT},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resume_equals_the_uninterrupted_run(device, make_settings, text_prefix, sft_folder, tmp_path, form):
+    flags = dict(FORMS[form])
+    kind = flags.pop("kind", PRETRAIN)
+    data = sft_folder if kind == SFT else text_prefix
+    flags |= {"indexer_warmup_iters": 2, "lr_warmup_iters": 2, "eval_interval": 3}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(make_settings(whole, data, **flags), kind, device)
+    train(make_settings(halves, data, **flags, exit_duration_in_mins=0.0, save_interval=1), kind, device)
+    assert (halves / "latest_checkpointed_iteration.txt").read_text() == "0\n"  # saved before the first step
+    settings = make_settings(halves, data, **flags, load=halves)
+    stop_after(settings, 4, kind, device)
+    assert (halves / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+    train(settings, kind, device)
+    name = "iter_0000006/model.safetensors"
+    a, b = load_file(whole / name), load_file(halves / name)
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    states = [flat(torch.load(d / "iter_0000006/training.pt", weights_only=True)) for d in (whole, halves)]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        same = torch.equal(value, states[1][key]) if torch.is_tensor(value) else value == states[1][key]
+        assert same, key
+    numbers = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "indexer_kl", "grad_norm", "learning_rate")
+    kept = [[[row[n] for n in numbers] for row in rows(d)] for d in (whole, halves)]
+    assert kept[0] == kept[1]
+
+
+def stop_after(settings, iterations, kind, device):
+    """Run until a SIGTERM that arrives in step `iterations`."""
+    run_step = setup.TrainStep.__call__
+    count = {"done": 0}
+
+    def step(self, batches, stage):
+        count["done"] += 1
+        if count["done"] == iterations:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(self, batches, stage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup.TrainStep, "__call__", step)
+        assert train(settings, kind, device) == 0
+
+
+def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix, tmp_path):
+    save = tmp_path / "run"
+    settings = make_settings(
+        save, text_prefix, eval_interval=3, save_interval=2, keep_last=2, tensorboard_dir=tmp_path / "tb"
+    )
+    train(settings, PRETRAIN, device)
+    assert sorted(p.name for p in save.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    for name in ("metrics.jsonl", "loss.png", "config.json", "frozen.sha256"):
+        assert (save / name).stat().st_size > 0
+    assert list((tmp_path / "tb").iterdir())
+    manifest = json.loads((save / "iter_0000006/manifest.json").read_text())
+    assert manifest["frozen_sha256"] + "\n" == (save / "frozen.sha256").read_text()
+    assert manifest["layer_pattern"] == ["mla"] * 3 + ["dsa"] * 2 and manifest["consumed_samples"] == 24
+    evaluations = rows(save, "eval")
+    assert [row["iteration"] for row in evaluations] == [0, 3, 6]
+    # Identity: before the first step the model is the base.
+    assert evaluations[0]["lm_loss_delta"] == 0.0 and evaluations[0]["lm_loss"] == evaluations[0]["base_lm_loss"]
+    assert evaluations[-1]["lm_loss_delta"] < 0
+    trained = rows(save, "train")
+    assert [row["iteration"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < row["index_recall"] <= 1 and row["indexer_kl"] >= 0 for row in trained)
+    weights = load_file(save / "iter_0000006/model.safetensors")
+    assert all(name.startswith(("decoder.layers.3.", "decoder.layers.4.")) for name in weights)
+
+
+def test_a_frozen_weight_that_moved_stops_the_run(device, make_settings, text_prefix, tmp_path):
+    """Checked at every save: what trains is not written beside a base that is no longer the base."""
+    run = setup.set_up(make_settings(tmp_path / "run", text_prefix), PRETRAIN, device)
+    with torch.no_grad():
+        run.model.decoder.layers[0].mlp.linear_fc1.weight[0, 0] += 1e-3
+    with pytest.raises(RuntimeError, match="a frozen parameter or buffer moved"):
+        loop._save(run)
+    assert not list((tmp_path / "run").glob("iter_*"))
+    run.metrics.close()
+
+
+def poison(monkeypatch, bad_steps):
+    """Make the loss of these steps (1-based) infinite."""
+    run_step, count = setup.TrainStep.__call__, {"done": 0}
+
+    def step(self, batches, stage):
+        count["done"] += 1
+        if count["done"] in bad_steps:
+            batches[0].loss_mask[0] = float("inf")
+        return run_step(self, batches, stage)
+
+    monkeypatch.setattr(setup.TrainStep, "__call__", step)
+
+
+def test_non_finite_steps_are_skipped_and_counted(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    poison(monkeypatch, {2, 4})
+    train(make_settings(tmp_path / "run", text_prefix), PRETRAIN, device)
+    assert [row["iteration"] for row in rows(tmp_path / "run", "skip")] == [2, 4]
+    assert rows(tmp_path / "run")[-1]["skipped"] == 2
+    weights = load_file(tmp_path / "run/iter_0000006/model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, {3, 4})
+    settings = make_settings(tmp_path / "run", text_prefix, max_non_finite_steps=2)
+    assert errors.run(lambda: train(settings, PRETRAIN, device)) == 3
+    assert "not finite 2 steps in a row" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("iter_*"))
+    with pytest.raises(NonFiniteError):
+        raise NonFiniteError  # the exception stays apart from UserError, whose code is 2
+    assert not issubclass(NonFiniteError, UserError)
+
+
+def test_sft_starts_from_pretraining(device, make_settings, text_prefix, sft_folder, tmp_path):
+    train(make_settings(tmp_path / "pre", text_prefix, lr=5e-3), PRETRAIN, device)
+    settings = make_settings(
+        tmp_path / "sft", sft_folder, pretrained_checkpoint=tmp_path / "pre", lr=0.0, min_lr=0.0, train_iters=1
+    )
+    train(settings, SFT, device)
+    pre = load_file(tmp_path / "pre/iter_0000006/model.safetensors")
+    sft = load_file(tmp_path / "sft/iter_0000001/model.safetensors")
+    assert pre.keys() == sft.keys() and all(torch.equal(pre[key], sft[key]) for key in pre)
+
+
+REFUSED = {
+    "global batch": ({"global_batch_size": 5}, r"--global-batch-size must be a multiple.*5 % \(2 x 1\) != 0; use 4"),
+    "topk": ({"index_topk": 0}, "--index-topk must be positive: 0"),
+    "tensor parallel": ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size must be 1"),
+    "expert parallel": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size must be 1"),
+    "context parallel": ({"context_parallel_size": 2}, "--context-parallel-size must be 1"),
+    "pattern": ({"layer_pattern": "mla*2,dsa*2"}, "must be the base's 3 mla layers followed by dsa layers"),
+    "pattern text": ({"layer_pattern": "mla*3,gqa*2"}, "'gqa\\*2'"),
+    "nothing trains": ({"layer_pattern": "mla*3"}, "something must train"),
+    "head dim": ({"index_head_dim": 4}, "--index-head-dim must hold the base's 8 RoPE dimensions: 4"),
+    "min lr": ({"min_lr": 1.0}, "--min-lr must not exceed --lr"),
+    "warmup": ({"lr_warmup_iters": 6}, "--lr-warmup-iters must be below --train-iters"),
+    "indexer warmup": ({"indexer_warmup_iters": 7}, "--indexer-warmup-iters must not exceed"),
+    "no held-out share": ({"split": "100,0", "eval_interval": 2}, "--split"),
+    "two starts": ({"load": "x", "pretrained_checkpoint": "y"}, "exclude each other"),
+    "load nothing": ({"load": "/nonexistent"}, "a checkpoint directory has latest_checkpointed_iteration.txt"),
+    "base missing": ({"base_model": "/nonexistent"}, "has none; give the directory that holds config.json"),
+    "data missing": ({"data_path": "/nonexistent/x"}, "not readable|missing"),
+    "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto and reference"),
+    "recompute": ({"recompute_dsa": True}, "--recompute-dsa is not in this release"),
+    "profile": ({"profile_steps": "5:2"}, "--profile-steps must be A:B"),
+    "not a number": ({"lr": "fast"}, "lr"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_training(device, make_settings, text_prefix, tmp_path, case, capsys):
+    flags, message = REFUSED[case]
+    data = flags.pop("data_path", text_prefix) if "data_path" in flags else text_prefix
+
+    def main():
+        return train(make_settings(tmp_path / "run", data, **flags), PRETRAIN, device)
+
+    assert errors.run(main) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ")
+    import re
+
+    assert re.search(message, said), said
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_save_directory_rules(device, make_settings, text_prefix, tmp_path):
+    save = tmp_path / "run"
+    save.mkdir()
+    (save / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="--save must be new or empty"):
+        train(make_settings(save, text_prefix), PRETRAIN, device)
+    assert [p.name for p in save.iterdir()] == ["notes.txt"]
+
+
+def test_checkpoint_of_another_structure_is_refused(device, make_settings, text_prefix, sft_folder, tmp_path):
+    train(make_settings(tmp_path / "pre", text_prefix, train_iters=1), PRETRAIN, device)
+    for flags, message in [
+        ({"index_topk": 9}, "belongs to one indexer"),
+        ({"dsa_layers": 1}, "belongs to one layer pattern"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train(make_settings(tmp_path / "x", text_prefix, load=tmp_path / "pre", **flags), PRETRAIN, device)
+    with pytest.raises(UserError, match="belongs to one kind of training"):
+        train(make_settings(tmp_path / "x", sft_folder, load=tmp_path / "pre"), SFT, device)
+    weights = tmp_path / "pre/iter_0000001/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"model.safetensors is missing or damaged"):
+        train(make_settings(tmp_path / "x", text_prefix, load=tmp_path / "pre"), PRETRAIN, device)
+
+
+def test_more_than_one_process_is_refused(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="trains in one process: WORLD_SIZE is 2"):
+        train(make_settings(tmp_path / "run", text_prefix), PRETRAIN, device)
