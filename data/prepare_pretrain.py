@@ -8,14 +8,13 @@ Writes runs/text.bin and .idx (megatron-core's IndexedDataset; each document is 
 
 import sys
 
-import tyro
-
 from megatron_patch.data.pretrain_corpus import PretrainCorpusSettings, prepare_pretrain
 from megatron_patch.errors import run
+from megatron_patch.flags import parse
 
 
 def main() -> None:
-    prepare_pretrain(tyro.cli(PretrainCorpusSettings, description=__doc__))
+    prepare_pretrain(parse(PretrainCorpusSettings, sys.argv[1:], "prepare_pretrain.py", __doc__))
 
 
 if __name__ == "__main__":

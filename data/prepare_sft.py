@@ -9,14 +9,13 @@ runs/chats/samples.parquet and meta.json (counts, dropped rows by reason, hashes
 
 import sys
 
-import tyro
-
 from megatron_patch.data.sft_corpus import SftCorpusSettings, prepare_sft
 from megatron_patch.errors import run
+from megatron_patch.flags import parse
 
 
 def main() -> None:
-    prepare_sft(tyro.cli(SftCorpusSettings, description=__doc__))
+    prepare_sft(parse(SftCorpusSettings, sys.argv[1:], "prepare_sft.py", __doc__))
 
 
 if __name__ == "__main__":

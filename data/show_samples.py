@@ -8,14 +8,13 @@ Without a terminal, or with NO_COLOR set, learned tokens stand in [[ ]].
 
 import sys
 
-import tyro
-
 from megatron_patch.data.show import ShowSettings, show_samples
 from megatron_patch.errors import run
+from megatron_patch.flags import parse
 
 
 def main() -> None:
-    show_samples(tyro.cli(ShowSettings, description=__doc__))
+    show_samples(parse(ShowSettings, sys.argv[1:], "show_samples.py", __doc__))
 
 
 if __name__ == "__main__":

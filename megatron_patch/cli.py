@@ -21,7 +21,9 @@ PROG = "dsa-upcycle"
 
 @dataclass
 class DemoBase:
-    """Train a small base with every structural feature of DeepSeek-V2-Lite, from text that comes with the package.
+    """Train a small DeepSeek-V2-Lite-shaped base from text that comes with the package.
+
+    It has every structural feature: dense first layer, shared and routed experts, plain query projection, YaRN.
 
     Writes a Hugging Face directory (model, tokenizer, chat template) and demo_data/ in it: text, chats and a suite of
     tasks with exact answers, everything that the next steps need.
@@ -42,7 +44,9 @@ class DemoBase:
 
 @dataclass
 class Plan:
-    """Parameters by part, and bytes per device of a layout: will it fit, before any device is booked.
+    """Parameters by part, and bytes per device of a layout.
+
+    Will it fit? The answer comes before a device is booked.
 
     Reads config.json only. Activations are an estimate; docs/plan.md gives the formulas.
 
@@ -90,9 +94,9 @@ class Plan:
 
 @dataclass
 class Export:
-    """A training checkpoint and its base become one Hugging Face directory, with the code that runs the DSA layers.
+    """Make one Hugging Face directory of a training checkpoint and its base.
 
-    The base's shards are copied byte for byte. A crash leaves no directory that loads.
+    It carries the code that runs the DSA layers. The base's shards are copied byte for byte. A crash leaves no directory that loads.
 
     Example: dsa-upcycle export --checkpoint runs/demo/sft --base runs/demo/base --output runs/demo/export
     """
@@ -126,9 +130,9 @@ class Export:
 
 @dataclass
 class Check:
-    """Is an export complete, unharmed and loadable? Compares it with its base, tensor by tensor.
+    """Is an export complete, unharmed and loadable?
 
-    Exit code 2 if a check fails.
+    Compares it with its base, tensor by tensor. Exit code 2 if a check fails.
 
     Example: dsa-upcycle check runs/demo/export --base runs/demo/base
     """
@@ -148,10 +152,10 @@ class Check:
 
 @dataclass
 class Evaluate:
-    """Score the model against its base: how much is kept, and whether the DSA layers take part.
+    """Score a model against its base, with and without its DSA layers.
 
-    Writes recovery.json, recovery.md and recovery.png. Each task is also scored with the DSA layers bypassed and with
-    their selected keys scrambled.
+    Writes recovery.json, recovery.md and recovery.png: how much of each task is kept, and whether the DSA layers take
+    part in it (scores with them bypassed, and with their selected keys scrambled).
 
     Example: dsa-upcycle evaluate --base runs/demo/base --model runs/demo/export
     --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation --trust-remote-code

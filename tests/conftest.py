@@ -1,9 +1,12 @@
 """Shared fixtures. The CPU redirect is installed here, before any test can import megatron.core."""
 
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Copies of an export's code, which transformers makes to run it, must not land in the user's cache.
+os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp(prefix="hf_modules_"))
 
 import pytest
 import torch

@@ -3,13 +3,12 @@
     SAVE/latest_checkpointed_iteration.txt      "100", written last
     SAVE/iter_0000100/model.safetensors         trainable parameters, megatron-core names
     SAVE/iter_0000100/training.pt               optimizer, fp32 main parameters, schedule, RNG, data position
-    SAVE/iter_0000100/manifest.json             see `Manifest`
+    SAVE/iter_0000100/manifest.json             see `checkpoint.manifest`
 
 A checkpoint is written beside its place and renamed, so that a crash leaves the one before it. This release saves from
 one process and resumes on the same layout.
 """
 
-import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +17,22 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_patch.checkpoint.load_base import load_trained
+from megatron_patch.checkpoint.manifest import (
+    LATEST_FILE,
+    WEIGHTS_FILE,
+    BaseReference,
+    TrainingManifest,
+    iteration_directory,
+    iteration_path,
+    read_manifest,
+    verify_files,
+)
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_directory, atomic_write_text
 from megatron_patch.model.architecture import DsaSettings
 
-LATEST = "latest_checkpointed_iteration.txt"
-MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+TRAINING_FILE = "training.pt"
 
 
 @dataclass(frozen=True)
@@ -57,29 +65,6 @@ class Progress:
     skipped: int = 0
 
 
-def iteration_directory(save: Path, iteration: int) -> Path:
-    return save / f"iter_{iteration:07d}"
-
-
-def latest_iteration(save: Path) -> int:
-    """The iteration that `latest_checkpointed_iteration.txt` names.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    file = save / LATEST
-    try:
-        return int(file.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"a checkpoint directory has {LATEST}: {save} has none; give the --save directory of a run"
-        ) from None
-    except ValueError:
-        raise UserError(
-            f"{file} must hold an iteration: {file.read_text()!r}; write the number of an iter_ directory"
-        ) from None
-
-
 def save_checkpoint(
     save: Path, model: torch.nn.Module, training_state: dict, identity: Identity, progress: Progress, keep_last: int
 ) -> Path:
@@ -92,78 +77,58 @@ def save_checkpoint(
         identity, progress: for the manifest.
         keep_last: checkpoints to keep, the oldest go; 0 keeps all.
     """
-    target = iteration_directory(save, progress.iteration)
+    target = iteration_path(save, progress.iteration)
     with atomic_directory(target, must_be_empty=False) as directory:
         trainable = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
-        save_file(trainable, directory / MODEL, metadata={"format": "pt"})
-        torch.save(training_state, directory / TRAINING)
-        manifest = {
-            "schema": 1,
-            "kind": identity.kind,
+        save_file(trainable, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        torch.save(training_state, directory / TRAINING_FILE)
+        TrainingManifest(
+            kind=identity.kind,
             **asdict(progress),
-            "base": {"path": identity.base_path, "sha256": identity.base_sha256},
-            "layer_pattern": list(identity.layer_pattern),
-            "dsa": {**asdict(identity.dsa), "q_rank": identity.q_rank},
-            "frozen_sha256": identity.frozen_sha256,
-            "files": {name: file_sha256(directory / name) for name in (MODEL, TRAINING)},
-        }
-        (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    atomic_write_text(save / LATEST, f"{progress.iteration}\n")
+            base=BaseReference(identity.base_path, identity.base_sha256),
+            layer_pattern=identity.layer_pattern,
+            dsa=identity.dsa,
+            q_rank=identity.q_rank,
+            frozen_sha256=identity.frozen_sha256,
+            files={name: file_sha256(directory / name) for name in (WEIGHTS_FILE, TRAINING_FILE)},
+        ).write(directory)
+    atomic_write_text(save / LATEST_FILE, f"{progress.iteration}\n")
     if keep_last:
         for old in sorted(save.glob("iter_*"))[:-keep_last]:
             shutil.rmtree(old)
     return target
 
 
-def read_manifest(checkpoint: Path) -> dict:
-    """The manifest of an `iter_` directory, after its files' hashes were checked.
-
-    Raises:
-        UserError: it or a file that it names is missing or damaged.
-    """
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"a checkpoint has a readable {MANIFEST}: {checkpoint}: {type(error).__name__}: {error}; use another one"
-        ) from None
-    for name, sha256 in files.items():
-        file = checkpoint / name
-        if not file.is_file() or file_sha256(file) != sha256:
-            raise UserError(
-                f"a checkpoint's files must be as they were saved: {file} is missing or damaged; use another one"
-            )
-    return manifest
-
-
-def check_identity(manifest: dict, identity: Identity, where: Path, *, same_kind: bool) -> None:
+def check_identity(manifest: TrainingManifest, identity: Identity, where: Path, *, same_kind: bool) -> None:
     """Refuse a checkpoint of another base, structure or (for a full resume) kind of training.
 
     Raises:
         UserError: naming the first value that differs.
     """
     rows = [
-        ("base", manifest["base"]["sha256"], identity.base_sha256, "--base-model"),
-        ("layer pattern", tuple(manifest["layer_pattern"]), identity.layer_pattern, "--dsa-layers"),
-        ("indexer", manifest["dsa"], {**asdict(identity.dsa), "q_rank": identity.q_rank}, "the --index-* flags"),
+        ("base", manifest.base.sha256, identity.base_sha256, "--base-model"),
+        ("layer pattern", manifest.layer_pattern, identity.layer_pattern, "--dsa-layers"),
+        ("indexer", (manifest.dsa, manifest.q_rank), (identity.dsa, identity.q_rank), "the --index-* flags"),
     ]
     if same_kind:
-        rows.append(("kind of training", manifest["kind"], identity.kind, "--pretrained-checkpoint instead of --load"))
+        rows.append(("kind of training", manifest.kind, identity.kind, "--pretrained-checkpoint instead of --load"))
     for name, found, wanted, flag in rows:
         if found != wanted:
             raise UserError(f"a checkpoint belongs to one {name}: {where} has {found}, the run {wanted}; change {flag}")
 
 
-def load_weights(save: Path, model: torch.nn.Module, identity: Identity, *, same_kind: bool) -> tuple[Path, dict]:
+def load_weights(
+    save: Path, model: torch.nn.Module, identity: Identity, *, same_kind: bool
+) -> tuple[Path, TrainingManifest]:
     """Fill the trainable parameters from the latest checkpoint under `save`; returns its directory and manifest."""
-    checkpoint = iteration_directory(save, latest_iteration(save))
+    checkpoint = iteration_directory(save)
     manifest = read_manifest(checkpoint)
+    verify_files(checkpoint, manifest)
     check_identity(manifest, identity, checkpoint, same_kind=same_kind)
-    load_trained(model, checkpoint / MODEL)
+    load_trained(model, checkpoint / WEIGHTS_FILE)
     return checkpoint, manifest
 
 
 def load_training_state(checkpoint: Path) -> dict:
     """What `save_checkpoint` was given; only tensors, numbers and containers are unpickled."""
-    return torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
+    return torch.load(checkpoint / TRAINING_FILE, map_location="cpu", weights_only=True)

@@ -154,7 +154,8 @@ class ChatEncoder:
                     "text only"
                 )
             finish = encoded.char_to_token(place + len(messages[turn]["content"].strip()) - 1)
-            end = self._end_token(ids, finish, min(stop + 1, len(ids)), where)  # it may follow the marked text
+            behind = self._end_places(ids, finish, min(stop + 1, len(ids)))  # it may follow the marked text
+            end = self._end_token(ids, behind, where)
             mask[start : end + 1] = [1] * (end + 1 - start)
         return ids, mask
 
@@ -166,13 +167,17 @@ class ChatEncoder:
                 continue
             before = self._render(messages[:i], where, prompt=True)
             after = self._render(messages[: i + 1], where)
-            self._check_prefixes(text, before, after, message["content"].strip(), f"{where}: message {i + 1}")
-            head, through = self._tokens(before), self._tokens(after)
+            content = message["content"].strip()
+            self._check_prefixes(text, before, after, content, f"{where}: message {i + 1}")
+            head = self._tokens(before)
             if ids[: len(head)] != head:
                 raise RowRejected(TURN_INSIDE_TOKEN)
-            end = self._end_token(through, len(head), len(through), where)
-            if ids[: end + 1] != through[: end + 1]:
-                raise RowRejected(TURN_INSIDE_TOKEN)
+            # Behind the prompt stand the text, which names no special token, and this turn's special tokens. Those never
+            # join with other characters, so what follows cannot change the tokens up to there: `after` is compared as
+            # text only.
+            tail = text[text.find(content, len(before)) + len(content) : len(after)]
+            closing = sum(self.tokenizer.convert_tokens_to_ids(t) in self._ends for t in self._special.findall(tail))
+            end = self._end_token(ids, self._end_places(ids, len(head), len(ids))[:closing], where)
             mask[len(head) : end + 1] = [1] * (end + 1 - len(head))
         return ids, mask
 
@@ -196,9 +201,11 @@ class ChatEncoder:
                 "add_generation_prompt"
             )
 
-    def _end_token(self, ids: list[int], start: int, stop: int, where: str) -> int:
-        """Position of the token that ends the turn in ids[start:stop]: EOS, else the first special token."""
-        places = [i for i in range(start, stop) if ids[i] in self._ends]
+    def _end_places(self, ids: list[int], start: int, stop: int) -> list[int]:
+        return [i for i in range(start, stop) if ids[i] in self._ends]
+
+    def _end_token(self, ids: list[int], places: list[int], where: str) -> int:
+        """Position of the token that ends the turn: of the special tokens behind its text EOS, else the first."""
         if not places:
             raise UserError(
                 f"{where}: the chat template puts no end token behind the assistant's text, so the model would never "

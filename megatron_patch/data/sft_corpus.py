@@ -3,8 +3,6 @@
 
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from megatron_patch.data.readers import Chunk, check_inputs, describe_inputs, pa
 from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from megatron_patch.data.workers import ordered_map
 from megatron_patch.errors import UserError
+from megatron_patch.io.publish import atomic_directory, require_empty
 
 SCHEMA = 1
 SAMPLES, META = "samples.parquet", "meta.json"
@@ -82,17 +81,11 @@ def prepare_sft(settings: SftCorpusSettings) -> dict[str, Any]:
     if settings.seq_length < 2:
         raise UserError(f"--seq-length must be at least 2: {settings.seq_length}; give the run's sequence length")
     output = Path(settings.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(
-            f"--output must be an empty or absent directory: {str(output)!r} is not; remove it or choose another"
-        )
+    require_empty(output)
     tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
     encoder = ChatEncoder(tokenizer)
     work = _Work(encoder, settings.seq_length, settings.overlong == "truncate", settings.strict)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
-        unfinished = Path(scratch) / "samples"
-        unfinished.mkdir()
+    with atomic_directory(output) as unfinished:
         counts, numbers = _write_samples(settings, work, unfinished / SAMPLES)
         counts.refuse_nothing_kept("sample", "give chats with an assistant's answer, or a larger --seq-length")
         meta = {
@@ -115,7 +108,6 @@ def prepare_sft(settings: SftCorpusSettings) -> dict[str, Any]:
         }
         text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
         (unfinished / META).write_text(text, encoding="utf-8")
-        os.replace(unfinished, output)  # an empty directory may be replaced; a filled one may not
     extra = [(name.replace("_", " "), number) for name, number in numbers.items()]
     print_table(str(output), [*table_lines(counts, "samples"), *extra])
     return meta

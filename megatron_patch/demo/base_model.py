@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SHARDS = 2
+EMBEDDING_STD = 0.1
 ROPE_SCALING = {
     "type": "yarn",
     "factor": 40,
@@ -84,6 +85,21 @@ def build_model(config: dict) -> torch.nn.Module:
     )
     settings._experts_implementation = "eager"
     return DeepseekV2ForCausalLM(settings)
+
+
+@torch.no_grad()
+def initialize(model: torch.nn.Module, seed: int) -> None:
+    """Fresh weights from `seed`: matrices with a standard deviation of 1/sqrt(inputs).
+
+    transformers' 0.02 suits a hidden size of thousands; at 128 attention starts nearly flat and recall is learned late.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:  # experts are [E, outputs, inputs], all others [outputs, inputs]
+            std = EMBEDDING_STD if name.endswith("embed_tokens.weight") else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        else:
+            parameter.fill_(1.0)
 
 
 def per_expert_state(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ class Task:
     chance: float
     taught_to_base: bool
     recall: bool
+    base_weight: float  # shares of the conversations that the base and fine-tuning see
+    sft_weight: float
     description: str
 
 
@@ -94,12 +96,12 @@ def _larger(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
 
 
 TASKS = (
-    Task("lookup", _lookup, 1 / PAIRS, True, True, "the thing that stands after a given name in a list of pairs"),
-    Task("following", _following, 1 / 24, True, True, "the word after a given word in a list"),
-    Task("copy", _copy, 0.0, True, False, "repeat four words"),
-    Task("successor", _successor, 0.0, True, False, "the number after a given one"),
-    Task("larger", _larger, 0.5, True, False, "the larger of two numbers"),
-    Task("owner", _owner, 1 / PAIRS, False, True, "the name that stands before a given thing in a list of pairs"),
+    Task("lookup", _lookup, 1 / PAIRS, True, True, 3.0, 1.5, "the thing that stands after a given name in a list of pairs"),
+    Task("following", _following, 1 / 24, True, True, 2.0, 1.0, "the word after a given word in a list"),
+    Task("copy", _copy, 0.0, True, False, 2.0, 0.5, "repeat four words"),
+    Task("successor", _successor, 0.0, True, False, 0.5, 0.5, "the number after a given one"),
+    Task("larger", _larger, 0.5, True, False, 0.5, 0.5, "the larger of two numbers"),
+    Task("owner", _owner, 1 / PAIRS, False, True, 0.0, 4.0, "the name that stands before a given thing in a list of pairs"),
 )
 
 

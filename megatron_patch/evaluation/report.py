@@ -8,6 +8,7 @@ from rich.table import Table
 
 _BARS = (("base", "base", "#7f7f7f"), ("model", "model", "#1f77b4"), ("bypassed", "DSA layers bypassed", "#ff7f0e"))
 _BARS += (("scrambled_indices", "selected keys scrambled", "#d62728"),)
+MIN_WIDTH = 110
 _COLUMNS = ("task", "n", "chance", "base", "model", "ratio", "gain", "bypassed", "scrambled")
 
 
@@ -35,9 +36,10 @@ def print_console(recovery: dict[str, Any]) -> None:
     for task in recovery["tasks"]:
         table.add_row(*task_cells(task))
     console = Console()
+    console.width = max(console.width, MIN_WIDTH)  # narrower, the table would lose digits
     console.print(table, markup=False)
     for line in findings(recovery):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def findings(recovery: dict[str, Any]) -> list[str]:

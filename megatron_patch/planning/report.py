@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -119,9 +120,9 @@ def _print(
     fits: bool | None,
     warnings: list[dict[str, str]],
 ) -> None:
-    table = Table(title=f"parameters of {format_pattern(pattern)}", title_justify="left")
-    for column in ("part", "base (frozen)", "DSA layers (trainable)", "total", "used by a token"):
-        table.add_column(column, justify="left" if column == "part" else "right")
+    table = Table(title=f"Parameters of {format_pattern(pattern)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("part", "frozen", "trainable", "total", "per token"):
+        table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
     for name, each in by_name.items():
         table.add_row(name, *(f"{n:,}" for n in (each.base, each.trainable, each.total, each.active)))
     table.add_section()
@@ -130,8 +131,8 @@ def _print(
 
     groups = " ".join(f"{key}{getattr(layout, key)}" for key in ("tp", "pp", "ep", "etp", "cp", "dp"))
     width = "bf16" if work.width == 2 else "fp32"
-    title = f"GB (1e9 bytes) on the fullest device: {groups}, {work.tokens} tokens, {width}"
-    memory = Table(title=title, title_justify="left")
+    console.print(f"On the fullest device, in GB of 1e9 bytes: {groups}, {work.tokens} tokens at a time, {width}")
+    memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     memory.add_column("part")
     memory.add_column("GB", justify="right")
     notes = {

@@ -15,7 +15,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patch import __version__
 from megatron_patch.checkpoint.load_base import load_base
-from megatron_patch.checkpoint.save import LATEST, Identity, Progress, load_training_state, load_weights
+from megatron_patch.checkpoint.manifest import LATEST_FILE
+from megatron_patch.checkpoint.save import Identity, Progress, load_training_state, load_weights
 from megatron_patch.config import TrainSettings
 from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
@@ -103,7 +104,7 @@ def _check_output(settings: TrainSettings) -> None:
     if load is not None and load.resolve() == save.resolve():
         return
     if save.is_dir() and any(save.iterdir()):
-        resume = f" or resume it with --load {save}" if (save / LATEST).exists() else ""
+        resume = f" or resume it with --load {save}" if (save / LATEST_FILE).exists() else ""
         raise UserError(f"--save must be new or empty: {save} is not; give another path{resume}")
 
 
@@ -147,7 +148,7 @@ def _identity(
     return Identity(
         kind=kind,
         base_path=str(base),
-        base_sha256=directory_identity(base),
+        base_sha256=directory_identity(base, progress=True),
         layer_pattern=pattern,
         dsa=dsa,
         q_rank=arch.hidden_size,
@@ -168,7 +169,7 @@ def _assemble(
     progress, checkpoint = Progress(), None
     if settings.start.load is not None:
         checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
-        progress = Progress(**{name: manifest[name] for name in asdict(progress)})
+        progress = Progress(**{name: getattr(manifest, name) for name in asdict(progress)})
     elif settings.start.pretrained_checkpoint is not None:
         load_weights(settings.start.pretrained_checkpoint, model, identity, same_kind=False)
     micro_batches = settings.micro_batches(parallel_state.get_data_parallel_world_size())

@@ -108,6 +108,22 @@ def test_end_token_before_a_line_break(encode_with):
     assert len(encoded.input_ids) == len(encode_with(CHAT_TEMPLATE).input_ids) + 3
 
 
+def test_end_token_other_than_eos(encode_with):
+    """Llama-3's form: the turn ends with a special token of its own, and EOS only ends the conversation."""
+    template = CHAT_TEMPLATE.replace("m['content'] + eos_token }}", "m['content'] + pad_token }}")
+    assert learned(encode_with(template)) == [
+        0 if token == 2 else token for token in learned(encode_with(CHAT_TEMPLATE))
+    ]
+    behind_pad = CHAT_TEMPLATE.replace("m['content'] + eos_token }}", "m['content'] + pad_token + eos_token }}")
+    assert learned(encode_with(behind_pad, ONE_TURN)) == [*tiny_ids(" Paris"), 0, 2]
+
+
+def test_end_token_is_not_taken_from_the_next_turn(encode_with):
+    template = CHAT_TEMPLATE.replace(" + eos_token", "").replace("{{ 'User: '", "{{ pad_token + 'User: '")
+    with pytest.raises(UserError, match="no end token"):
+        encode_with(template)
+
+
 LAST_TURN_DIFFERS = CHAT_TEMPLATE.replace(
     "{{ 'Assistant: ' + m['content'] + eos_token }}",
     "{{ 'Assistant: ' + ('<think></think>' if loop.last else '') + m['content'] + eos_token }}",

@@ -80,7 +80,7 @@ def test_wrong_arguments_and_rows(tmp_path, tiny_tokenizer):
         sft([source], tiny_tokenizer, tmp_path / "out", seq_length=1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(UserError, match="must be an empty or absent directory"):
+    with pytest.raises(UserError, match="must be a new or empty directory"):
         sft([source], tiny_tokenizer, tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "in.jsonl"]
 

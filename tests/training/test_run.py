@@ -43,7 +43,7 @@ def test_resume_equals_the_uninterrupted_run(device, make_settings, text_prefix,
     flags = dict(FORMS[form])
     kind = flags.pop("kind", PRETRAIN)
     data = sft_folder if kind == SFT else text_prefix
-    flags |= {"indexer_warmup_iters": 2, "lr_warmup_iters": 2, "eval_interval": 3}
+    flags |= {"seq_length": 128, "indexer_warmup_iters": 2, "lr_warmup_iters": 2, "eval_interval": 3}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(make_settings(whole, data, **flags), kind, device)
     train(make_settings(halves, data, **flags, exit_duration_in_mins=0.0, save_interval=1), kind, device)
@@ -61,8 +61,10 @@ def test_resume_equals_the_uninterrupted_run(device, make_settings, text_prefix,
         same = torch.equal(value, states[1][key]) if torch.is_tensor(value) else value == states[1][key]
         assert same, key
     numbers = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "indexer_kl", "grad_norm", "learning_rate")
-    kept = [[[row[n] for n in numbers] for row in rows(d)] for d in (whole, halves)]
-    assert kept[0] == kept[1]
+    kept = [[[row[n] for n in numbers] for row in rows(d, "train")] for d in (whole, halves)]
+    assert kept[0] == kept[1] and len(kept[0]) == 6
+    finals = [rows(d, "eval")[-1] for d in (whole, halves)]
+    assert finals[0]["lm_loss"] == finals[1]["lm_loss"] and finals[0]["iteration"] == 6
 
 
 def stop_after(settings, iterations, kind, device):
@@ -153,7 +155,7 @@ def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix
 def test_sft_starts_from_pretraining(device, make_settings, text_prefix, sft_folder, tmp_path):
     train(make_settings(tmp_path / "pre", text_prefix, lr=5e-3), PRETRAIN, device)
     settings = make_settings(
-        tmp_path / "sft", sft_folder, pretrained_checkpoint=tmp_path / "pre", lr=0.0, min_lr=0.0, train_iters=1
+        tmp_path / "sft", sft_folder, pretrained_checkpoint=tmp_path / "pre", lr=0.0, min_lr=0.0, train_iters=1, seq_length=128
     )
     train(settings, SFT, device)
     pre = load_file(tmp_path / "pre/iter_0000006/model.safetensors")
@@ -176,7 +178,7 @@ REFUSED = {
     "indexer warmup": ({"indexer_warmup_iters": 7}, "--indexer-warmup-iters must not exceed"),
     "no held-out share": ({"split": "100,0", "eval_interval": 2}, "--split"),
     "two starts": ({"load": "x", "pretrained_checkpoint": "y"}, "exclude each other"),
-    "load nothing": ({"load": "/nonexistent"}, "a checkpoint directory has latest_checkpointed_iteration.txt"),
+    "load nothing": ({"load": "/nonexistent"}, "a --save directory has latest_checkpointed_iteration.txt"),
     "base missing": ({"base_model": "/nonexistent"}, "has none; give the directory that holds config.json"),
     "data missing": ({"data_path": "/nonexistent/x"}, "not readable|missing"),
     "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto and reference"),
@@ -224,7 +226,7 @@ def test_checkpoint_of_another_structure_is_refused(device, make_settings, text_
         train(make_settings(tmp_path / "x", sft_folder, load=tmp_path / "pre"), SFT, device)
     weights = tmp_path / "pre/iter_0000001/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(UserError, match=r"model.safetensors is missing or damaged"):
+    with pytest.raises(UserError, match="files must be as saved: .*model.safetensors"):
         train(make_settings(tmp_path / "x", text_prefix, load=tmp_path / "pre"), PRETRAIN, device)
 
 

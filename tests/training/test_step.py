@@ -33,7 +33,7 @@ def batches(rows: list[tuple[int, int]], per_batch: int) -> list[PackedBatch]:
 
 def gradients(base, device: Device, per_batch: int, stage: str, make_settings, tmp_path, coefficient: float = 0.7):
     model, state, _ = tiny_model(base, init="copy")
-    settings = make_settings(tmp_path, "unused", optimizer="sgd", lr=0.0, min_lr=0.0).optim
+    settings = make_settings(tmp_path, "unused", optimizer="sgd", lr=0.0, min_lr=0.0, clip_grad=0.0).optim
     ddp = wrap_ddp(model, use_distributed_optimizer=False)
     optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)
     step = TrainStep(ddp, optimizer, state, device, coefficient)
