@@ -33,17 +33,20 @@ python3.11-venv, or conda create -n py311 python=3.11) or set PYTHON=/path/to/py
 
 # build_env DIRECTORY REQUIREMENTS INSTALL_PACKAGE(yes|no)
 build_env() {
-  local env="$ROOT/$1" requirements="$ROOT/requirements/$2" install_package=$3 wanted started
+  local env="$ROOT/$1" requirements="$ROOT/requirements/$2" install_package=$3 wanted started python
   wanted="$(cat "$requirements" "$ROOT/setup.py" | cksum) $ROOT"
   [[ "$(cat "$env/.complete" 2>/dev/null || true)" == "$wanted" ]] && return 0
   started=$SECONDS
-  echo "[setup] $1: $(grep -c '==' "$requirements") pinned packages from requirements/$2 (about 1 GB on disk, minutes)"
+  echo "[setup] $1: $(grep -c '==' "$requirements") pinned packages from requirements/$2 (1 to 2 GB on disk, some minutes)"
   rm -f "$env/.complete"
-  [[ -x "$env/bin/python" ]] || "$(find_python)" -m venv "$env"
-  "$env/bin/python" -m pip install --quiet --no-input --disable-pip-version-check -r "$requirements" \
+  if [[ ! -x "$env/bin/python" ]]; then
+    python="$(find_python)"
+    "$python" -m venv "$env"
+  fi
+  "$env/bin/python" -m pip install -qq --no-input --disable-pip-version-check -r "$requirements" \
     || fail "pip could not install requirements/$2 (its message is above): check the network or PIP_INDEX_URL, and run again"
   if [[ "$install_package" == yes ]]; then
-    "$env/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
+    "$env/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation \
       -e "$ROOT" || fail "pip could not install the package itself (its message is above)"
   fi
   echo "$wanted" > "$env/.complete"

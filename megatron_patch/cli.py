@@ -158,7 +158,7 @@ class Evaluate:
     part in it (scores with them bypassed, and with their selected keys scrambled).
 
     Example: dsa-upcycle evaluate --base runs/demo/base --model runs/demo/export
-    --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation --trust-remote-code
+    --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation
     """
 
     base: Path
@@ -174,16 +174,18 @@ class Evaluate:
     limit: int | None = None
     """Score only the first N rows of each task."""
     trust_remote_code: bool = False
-    """Let the code in the model's directory run; an export carries its own."""
+    """Let code in a model's directory run that is not this package's. What `export` wrote needs no trust."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Rows scored at once."""
-    seed: int = 1234
+    seed: int = 0
     """Of the scrambled selection."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Default: CUDA where there is a GPU, else the CPU."""
 
     def __call__(self) -> int | None:
-        from megatron_patch.evaluation.recovery import run
+        from megatron_patch.evaluation.evaluate import run
 
         return run(
             base=self.base,
@@ -196,6 +198,7 @@ class Evaluate:
             dtype=self.dtype,
             batch_size=self.batch_size,
             seed=self.seed,
+            device=self.device,
         )
 
 

@@ -23,6 +23,8 @@ FULL = BaseTraining(steps=1200)
 FAST = BaseTraining(steps=60, text_rows=2, chat_rows=2)
 CONVERSATIONS = 4000
 SCORED_ROWS = 100  # per task, for the table at the end; the suite holds more
+FAST_ROWS = 20
+BATCH = 20  # rows of one scoring forward
 
 
 def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraining | None = None) -> None:
@@ -53,19 +55,19 @@ def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraini
         model = build_model(config)
         initialize(model, seed)
         losses = train_base(model, tokenizer, corpus.base, settings)
-        held_out = text_loss(model, tokenizer, corpus.held_out)
-        scores = task_scores(model, tokenizer, corpus.held_out, seed)
+        held_out = text_loss(model, tokenizer, corpus.held_out[:FAST_ROWS] if fast else corpus.held_out)
+        scores = task_scores(model, tokenizer, corpus.held_out, seed, FAST_ROWS if fast else SCORED_ROWS)
         write_base(directory, model, config)
     _report(output, losses, held_out, scores, time.monotonic() - started)
 
 
 @torch.no_grad()
-def text_loss(model: nn.Module, tokenizer, texts: Sequence[str], length: int = 256, rows: int = 16) -> float:
+def text_loss(model: nn.Module, tokenizer, texts: Sequence[str], length: int = 256) -> float:
     """Mean loss in nats per token over documents cut to `length` tokens (BOS and EOS included)."""
     total = count = 0.0
     documents = [[tokenizer.bos_token_id, *tokenizer.encode(t, add_special_tokens=False), tokenizer.eos_token_id] for t in texts]
-    for start in range(0, len(documents), rows):
-        tokens, present = _pad([ids[:length] for ids in documents[start : start + rows]])
+    for start in range(0, len(documents), BATCH):
+        tokens, present = _pad([ids[:length] for ids in documents[start : start + BATCH]])
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")[present[:, 1:]]
         total += losses.sum().item()
@@ -80,8 +82,8 @@ def task_scores(model: nn.Module, tokenizer, passages: Sequence[str], seed: int,
     for task in TASKS:
         rng = random.Random(seed)
         exact = 0
-        for _ in range(rows // 25):
-            chats = [suite_row(task, rng, passages) for _ in range(25)]
+        for _ in range(rows // BATCH):
+            chats = [suite_row(task, rng, passages) for _ in range(BATCH)]
             prompts = [encode_conversation(tokenizer, chat["messages"])[0] for chat in chats]
             whole = [
                 encode_conversation(tokenizer, [*chat["messages"], {"role": "assistant", "content": chat["answer"]}])[0]
@@ -92,7 +94,7 @@ def task_scores(model: nn.Module, tokenizer, passages: Sequence[str], seed: int,
             for row, (prompt, ids) in enumerate(zip(prompts, whole)):
                 span = slice(len(prompt) - 1, len(ids) - 1)
                 exact += int(guesses[row, span].tolist() == ids[len(prompt) :])
-        scores[task.name] = exact / (rows // 25 * 25)
+        scores[task.name] = exact / (rows // BATCH * BATCH)
     return scores
 
 

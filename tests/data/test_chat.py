@@ -121,7 +121,7 @@ def test_end_token_other_than_eos(encode_with):
 def test_end_token_is_not_taken_from_the_next_turn(encode_with):
     template = CHAT_TEMPLATE.replace(" + eos_token", "").replace("{{ 'User: '", "{{ pad_token + 'User: '")
     with pytest.raises(UserError, match="no end token"):
-        encode_with(template)
+        encode_with(template, chat("Hi", "Paris", "And?"))
 
 
 LAST_TURN_DIFFERS = CHAT_TEMPLATE.replace(

@@ -12,6 +12,7 @@ from megatron_patch.ops import reference
 from tests.hf_model.hybrid import SETTINGS, make_tiny_export, tokens
 from tests.ops.inputs import as_sets
 from tests.ops.layer import dsa_layer
+from tests.tiny import make_tiny_base
 
 TOPK = SETTINGS.index_topk
 
@@ -38,9 +39,10 @@ def layer_io(model, layer: int, ids: torch.Tensor, **options):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_identity_layers_give_the_bases_logits_exactly(base_dir, tmp_path, load, attention, dtype):
+def test_identity_layers_give_the_bases_logits_exactly(tmp_path, load, attention, dtype):
     """New layers whose out-projections are zero pass their input on: difference 0.0, at 5 times as many tokens as k."""
-    path = make_tiny_export(tmp_path / "hybrid", base_dir, identity=True)
+    base_dir = make_tiny_base(tmp_path / "base", dtype=dtype)
+    path = make_tiny_export(tmp_path / "hybrid", base_dir, identity=True, dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=dtype, attn_implementation=attention).eval()
     ids = tokens(2, 5 * TOPK)
     with torch.no_grad():
