@@ -7,6 +7,7 @@ Writes runs/text.bin and .idx (megatron-core's IndexedDataset; each document is 
 """
 
 import sys
+import warnings
 
 from megatron_patch.data.pretrain_corpus import PretrainCorpusSettings, prepare_pretrain
 from megatron_patch.errors import run
@@ -14,6 +15,8 @@ from megatron_patch.flags import parse
 
 
 def main() -> None:
+    # megatron-core warns at import of each optional package that is absent; none of them reads or writes data.
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     prepare_pretrain(parse(PretrainCorpusSettings, sys.argv[1:], "prepare_pretrain.py", __doc__))
 
 

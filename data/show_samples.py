@@ -7,6 +7,7 @@ Without a terminal, or with NO_COLOR set, learned tokens stand in [[ ]].
 """
 
 import sys
+import warnings
 
 from megatron_patch.data.show import ShowSettings, show_samples
 from megatron_patch.errors import run
@@ -14,6 +15,8 @@ from megatron_patch.flags import parse
 
 
 def main() -> None:
+    # megatron-core warns at import of each optional package that is absent; none of them reads or writes data.
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     show_samples(parse(ShowSettings, sys.argv[1:], "show_samples.py", __doc__))
 
 

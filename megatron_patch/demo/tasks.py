@@ -4,6 +4,7 @@ A conversation states its material, then asks many short questions about it: den
 Every instance belongs to the suite or to training by a hash of its content, so the two never share one.
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def _owner(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
 
 def _following(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
     words = rng.sample(THINGS, 24)
-    turns = list(zip(words, words[1:]))
+    turns = list(itertools.pairwise(words))
     first = f"{' '.join(words)}\n{passage}\nI give a word. You say the word after it."
     return first, rng.sample(turns, 14)
 

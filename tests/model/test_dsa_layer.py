@@ -116,7 +116,7 @@ def test_zero_indexer_is_a_sliding_window_in_every_forward(device, tiny_base):
 
 
 def test_changing_one_document_leaves_the_other_alone(device, tiny_base):
-    model, state, _ = tiny_model(tiny_base, init="copy")
+    model, _state, _ = tiny_model(tiny_base, init="copy")
     cuts = torch.tensor([0, 18, T], dtype=torch.int32)
     changed = TOKENS.clone()
     changed[:18] = changed[:18].flip(0)

@@ -52,7 +52,7 @@ def test_copied_query_latent_reproduces_the_plain_projection(device, tiny_base):
     original = layer.forward
 
     def run_twice(hidden_states, *args, **kwargs):
-        hidden_states, context = original(hidden_states, *args, **kwargs)
+        hidden_states, _context = original(hidden_states, *args, **kwargs)
         return original(hidden_states, *args, **kwargs)
 
     layer.forward = run_twice

@@ -226,7 +226,7 @@ def test_checkpoint_of_another_structure_is_refused(device, make_settings, text_
         train(make_settings(tmp_path / "x", sft_folder, load=tmp_path / "pre"), SFT, device)
     weights = tmp_path / "pre/iter_0000001/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(UserError, match="files must be as saved: .*model.safetensors"):
+    with pytest.raises(UserError, match=r"files must be as saved: .*model\.safetensors"):
         train(make_settings(tmp_path / "x", text_prefix, load=tmp_path / "pre"), PRETRAIN, device)
 
 
