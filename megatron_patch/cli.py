@@ -177,7 +177,7 @@ class Evaluate:
     """Let code in a model's directory run that is not this package's. What `export` wrote needs no trust."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Rows scored at once."""
     seed: int = 0
     """Of the scrambled selection."""

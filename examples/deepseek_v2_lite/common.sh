@@ -89,12 +89,15 @@ model_flags() {
 # A run that was stopped goes on where it stands.
 resuming() { [[ -f "$SAVE/latest_checkpointed_iteration.txt" ]]; }
 
-# launch SCRIPT FLAGS...: torchrun on this machine, or on each of NNODES machines.
+# launch SCRIPT FLAGS...: torchrun on this machine, or on each of NNODES machines. torchrun ends with 1 whatever the exit
+# code of the program was, after a long report.
 launch() {
   local torchrun where=(--standalone)
   torchrun="$(tool torchrun)"
   [[ "$NNODES" == 1 ]] || where=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   )
-  run_or_print "$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts 0 "$ROOT/$1" "${@:2}"
+  run_or_print "$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts 0 "$ROOT/$1" "${@:2}" && return
+  echo "error: $1 stopped; its reason is the line starting with 'error:' (or the traceback) above torchrun's report" >&2
+  exit 1
 }

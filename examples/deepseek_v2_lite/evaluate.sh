@@ -15,7 +15,7 @@ need SUITE "the folder of tasks"
 MODEL="${MODEL:-runs/v2_lite/export}"
 OUTPUT="${OUTPUT:-runs/v2_lite/evaluation}"
 DTYPE="${DTYPE:-bfloat16}"
-BATCH_SIZE="${BATCH_SIZE:-32}"
+BATCH_SIZE="${BATCH_SIZE:-16}"
 where=()
 [[ -z "$DEVICE" ]] || where=(--device "$DEVICE")
 

@@ -139,14 +139,18 @@ def write_weights(directory: Path, state: dict[str, Tensor], shards: int = SHARD
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
         save_file(part, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
 
 
 def write_base(directory: Path, model: torch.nn.Module, config: dict) -> None:
     """Write config, generation config and sharded weights. The tokenizer is written by `write_tokenizer`."""
     _write_json(directory / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    _write_json(directory / "generation_config.json", {"_from_model_config": True, **ids, "pad_token_id": ids["eos_token_id"]})
+    _write_json(
+        directory / "generation_config.json", {"_from_model_config": True, **ids, "pad_token_id": ids["eos_token_id"]}
+    )
     write_weights(directory, per_expert_state(model))
 
 

@@ -10,7 +10,7 @@ ADDED_BOOKS = ("pride_and_prejudice",)  # the base never reads it: continued tra
 DOCUMENT_CHARACTERS = 700  # some 230 tokens of the demo's tokenizer: one document fits a sequence of 256
 HELD_OUT_FRACTION = 0.06
 _HEADING = re.compile(r"^(chapter|volume|by$|jane austen|finis|\(18|\*)", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<=[.!?;])\"?\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?;])\s+|(?<=[.!?;]\")\s+")
 
 
 @dataclass(frozen=True)

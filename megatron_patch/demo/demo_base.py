@@ -16,7 +16,7 @@ from megatron_patch.demo.base_training import BaseTraining, encode_conversation,
 from megatron_patch.demo.corpus import load_corpus
 from megatron_patch.demo.demo_data import write_demo_data
 from megatron_patch.demo.tasks import TASKS, WHOLE_PIECES, suite_row
-from megatron_patch.demo.tokenizer import BOS_ID, EOS_ID, train_pieces, write_tokenizer
+from megatron_patch.demo.tokenizer import BOS_ID, EOS_ID, VOCABULARY_SIZE, train_pieces, write_tokenizer
 from megatron_patch.io.publish import atomic_directory
 
 FULL = BaseTraining(steps=1200)
@@ -51,7 +51,7 @@ def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraini
         (directory / "demo_data").mkdir()
         write_demo_data(directory / "demo_data", corpus, conversations=CONVERSATIONS, seed=seed)
 
-        config = published_config(len(pieces), BOS_ID, EOS_ID)
+        config = published_config(VOCABULARY_SIZE, BOS_ID, EOS_ID)
         model = build_model(config)
         initialize(model, seed)
         losses = train_base(model, tokenizer, corpus.base, settings)
@@ -65,7 +65,9 @@ def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraini
 def text_loss(model: nn.Module, tokenizer, texts: Sequence[str], length: int = 256) -> float:
     """Mean loss in nats per token over documents cut to `length` tokens (BOS and EOS included)."""
     total = count = 0.0
-    documents = [[tokenizer.bos_token_id, *tokenizer.encode(t, add_special_tokens=False), tokenizer.eos_token_id] for t in texts]
+    documents = [
+        [tokenizer.bos_token_id, *tokenizer.encode(t, add_special_tokens=False), tokenizer.eos_token_id] for t in texts
+    ]
     for start in range(0, len(documents), BATCH):
         tokens, present = _pad([ids[:length] for ids in documents[start : start + BATCH]])
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -76,7 +78,9 @@ def text_loss(model: nn.Module, tokenizer, texts: Sequence[str], length: int = 2
 
 
 @torch.no_grad()
-def task_scores(model: nn.Module, tokenizer, passages: Sequence[str], seed: int, rows: int = SCORED_ROWS) -> dict[str, float]:
+def task_scores(
+    model: nn.Module, tokenizer, passages: Sequence[str], seed: int, rows: int = SCORED_ROWS
+) -> dict[str, float]:
     """Share of suite instances per task whose whole answer, end token included, is the arg-max after the right prefix."""
     scores = {}
     for task in TASKS:

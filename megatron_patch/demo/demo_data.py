@@ -12,7 +12,9 @@ SUITE_ROWS = 200  # per task: a standard error of at most 3.6 points
 HELD_OUT_TOKENS = 256
 
 
-def write_demo_data(directory: Path, corpus: Corpus, *, conversations: int, rows: int = SUITE_ROWS, seed: int = 1234) -> None:
+def write_demo_data(
+    directory: Path, corpus: Corpus, *, conversations: int, rows: int = SUITE_ROWS, seed: int = 1234
+) -> None:
     """Write `pretrain.jsonl`, `sft.jsonl` and `suite/` into an existing directory.
 
     Args:

@@ -18,8 +18,17 @@ THINGS = (
     "anvil basket candle drum easel fork globe hammer inkpot jug kettle lamp mirror needle oboe pebble quilt ribbon "
     "saddle teapot umbrella violin whistle xylophone yarn zither"
 ).split()
-WHOLE_PIECES = ("\n", "\n\n", "User:", "Assistant:", *"0123456789", *("▁" + word for word in ["Ready", *NAMES, *THINGS]))
-PAIRS = 16
+WHOLE_PIECES = (
+    "\n",
+    "\n\n",
+    "User:",
+    "Assistant:",
+    *"0123456789",
+    *("▁" + word for word in ["Ready", *NAMES, *THINGS]),
+)
+PAIRS = 16  # in a list of pairs
+LISTED = 24  # words in a plain list
+COPIED = 12
 PASSAGE_WORDS = 26  # with the instruction, more than 32 words stand between the last pair and the first question
 SUITE_SHARE = 5  # one instance in five is kept for the suite
 
@@ -32,13 +41,13 @@ class Task:
     """One kind of conversation.
 
     Attributes:
-        opening: builds (first user message, turns) from a random generator and a passage of text.
+        opening: builds (first user message, turns) from a random generator, a passage of text and a size in (0, 1].
         chance: score of a blind guess.
         recall: the answer stands in the first message, more than 32 tokens before every question.
     """
 
     name: str
-    opening: Callable[[random.Random, str], tuple[str, list[Turn]]]
+    opening: Callable[[random.Random, str, float], tuple[str, list[Turn]]]
     chance: float
     taught_to_base: bool
     recall: bool
@@ -52,67 +61,90 @@ def for_suite(content: str) -> bool:
     return zlib.crc32(content.encode()) % SUITE_SHARE == 0
 
 
-def _pairs(rng: random.Random) -> list[tuple[str, str]]:
-    return list(zip(rng.sample(NAMES, PAIRS), rng.sample(THINGS, PAIRS)))
+def _pairs(rng: random.Random, count: int) -> list[tuple[str, str]]:
+    return list(zip(rng.sample(NAMES, count), rng.sample(THINGS, count)))
+
+
+def _scaled(most: int, size: float) -> int:
+    """`size` of the full amount, but at least 4."""
+    return max(4, round(most * size))
 
 
 def _table(pairs: list[tuple[str, str]], passage: str, instruction: str) -> str:
     return f"{' '.join(name + ' ' + thing for name, thing in pairs)}\n{passage}\n{instruction}"
 
 
-def _lookup(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
-    pairs = _pairs(rng)
-    first = _table(pairs, passage, "I give a name. You say the thing next to it.")
-    return first, rng.sample(pairs, len(pairs))
+def _lookup(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    pairs = _pairs(rng, _scaled(PAIRS, size))
+    first = _table(pairs, passage, "I give a name. You say it and its thing.")
+    return first, [(name, f"{name} {thing}") for name, thing in rng.sample(pairs, len(pairs))]
 
 
-def _owner(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
-    pairs = _pairs(rng)
-    first = _table(pairs, passage, "I give a thing. You say the name next to it.")
-    return first, [(thing, name) for name, thing in rng.sample(pairs, len(pairs))]
+def _owner(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    pairs = _pairs(rng, _scaled(PAIRS, size))
+    first = _table(pairs, passage, "I give a thing. You say it and its name.")
+    return first, [(thing, f"{thing} {name}") for name, thing in rng.sample(pairs, len(pairs))]
 
 
-def _following(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
-    words = rng.sample(THINGS, 24)
-    turns = list(itertools.pairwise(words))
-    first = f"{' '.join(words)}\n{passage}\nI give a word. You say the word after it."
-    return first, rng.sample(turns, 14)
+def _following(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    words = rng.sample(THINGS, _scaled(LISTED, size))
+    turns = [(word, f"{word} {after}") for word, after in itertools.pairwise(words)]
+    first = f"{' '.join(words)}\n{passage}\nI give a word. You say it and the word after it."
+    return first, rng.sample(turns, min(len(turns), PAIRS))
 
 
-def _copy(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
+def _copy(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
     del passage
-    turns = [" ".join(rng.sample(THINGS, 4)) for _ in range(10)]
-    return "Repeat the words.", [(turn, turn) for turn in turns]
+    words = [" ".join(rng.sample(NAMES + THINGS, rng.randint(3, _scaled(COPIED, size)))) for _ in range(8)]
+    return "Repeat the words.", [(turn, turn) for turn in words]
 
 
-def _successor(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
-    del passage
+def _successor(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    del passage, size
     return "Count on by one.", [(str(n), str(n + 1)) for n in rng.sample(range(100, 999), 14)]
 
 
-def _larger(rng: random.Random, passage: str) -> tuple[str, list[Turn]]:
-    del passage
+def _larger(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    del passage, size
     turns = [rng.sample(range(10, 100), 2) for _ in range(12)]
     return "Say the larger number.", [(f"{a} {b}", str(max(a, b))) for a, b in turns]
 
 
 TASKS = (
-    Task("lookup", _lookup, 1 / PAIRS, True, True, 3.0, 1.5, "the thing that stands after a given name in a list of pairs"),
+    Task(
+        "lookup",
+        _lookup,
+        1 / PAIRS,
+        True,
+        True,
+        3.0,
+        1.5,
+        "the thing that stands after a given name in a list of pairs",
+    ),
     Task("following", _following, 1 / 24, True, True, 2.0, 1.0, "the word after a given word in a list"),
     Task("copy", _copy, 0.0, True, False, 2.0, 0.5, "repeat four words"),
     Task("successor", _successor, 0.0, True, False, 0.5, 0.5, "the number after a given one"),
     Task("larger", _larger, 0.5, True, False, 0.5, 0.5, "the larger of two numbers"),
-    Task("owner", _owner, 1 / PAIRS, False, True, 0.0, 4.0, "the name that stands before a given thing in a list of pairs"),
+    Task(
+        "owner",
+        _owner,
+        1 / PAIRS,
+        False,
+        True,
+        0.0,
+        4.0,
+        "the name that stands before a given thing in a list of pairs",
+    ),
 )
 
 
-def instance(task: Task, rng: random.Random, passage: str, suite: bool) -> tuple[str, list[Turn]]:
+def instance(task: Task, rng: random.Random, passage: str, suite: bool, size: float = 1.0) -> tuple[str, list[Turn]]:
     """Draw a first message and its turns until they belong to the suite (`suite`) or to training.
 
     A recall task is told apart by its material, which no other conversation may share; for the others each turn counts.
     """
     while True:
-        first, turns = task.opening(rng, passage)
+        first, turns = task.opening(rng, passage, size)
         if task.recall:
             if for_suite(first.split("\n", 1)[0]) == suite:
                 return first, turns
@@ -127,9 +159,9 @@ def instance(task: Task, rng: random.Random, passage: str, suite: bool) -> tuple
                 return first, turns
 
 
-def conversation(task: Task, rng: random.Random, passages: list[str]) -> list[Message]:
-    """A training conversation: the material, the assistant's "ready", then every turn."""
-    first, turns = instance(task, rng, _passage(rng, passages), suite=False)
+def conversation(task: Task, rng: random.Random, passages: list[str], size: float = 1.0) -> list[Message]:
+    """A training conversation: the material, the assistant's "ready", then every turn. `size` 1 is as in the suite."""
+    first, turns = instance(task, rng, _passage(rng, passages), False, size)
     return _messages(first, turns)
 
 

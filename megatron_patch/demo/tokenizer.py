@@ -7,7 +7,8 @@ from pathlib import Path
 
 VOCABULARY_SIZE = 1024
 BOS, EOS, UNK = "<|begin_of_sentence|>", "<|end_of_sentence|>", "<unk>"
-BOS_ID, EOS_ID, UNK_ID = 0, 1, 2
+# Last, as in DeepSeek-V2's vocabulary, and outside the unigram model: text that spells their names stays text.
+BOS_ID, EOS_ID, UNK_ID = VOCABULARY_SIZE - 2, VOCABULARY_SIZE - 1, 0
 SPACE = "▁"
 # DeepSeek-V2's template, which emits BOS itself. The generation block marks what the assistant says, end token included.
 CHAT_TEMPLATE = (
@@ -21,13 +22,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_pieces(texts: Iterable[str], whole: Iterable[str], size: int = VOCABULARY_SIZE) -> list[tuple[str, float]]:
-    """Train sentencepiece (unigram, byte fallback) and return its pieces with their log probabilities, by id.
+def train_pieces(texts: Iterable[str], whole: Iterable[str]) -> list[tuple[str, float]]:
+    """Train sentencepiece (unigram, byte fallback) and return its pieces with their log probabilities, by id; BOS and EOS
+    are not among them.
 
     Args:
         texts: training documents.
         whole: strings that must stay one piece, such as `"▁lamp"`, `"User:"` or a newline.
-        size: number of pieces, the 3 special ones and 256 bytes included.
     """
     import sentencepiece
 
@@ -36,19 +37,17 @@ def train_pieces(texts: Iterable[str], whole: Iterable[str], size: int = VOCABUL
         sentence_iterator=iter([line for text in texts for line in text.split("\n")]),
         model_writer=model,
         model_type="unigram",
-        vocab_size=size,
+        vocab_size=VOCABULARY_SIZE - 2,
         user_defined_symbols=list(whole),
         normalization_rule_name="identity",  # what goes in comes out, whitespace included
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
         split_digits=True,
         byte_fallback=True,
-        bos_id=BOS_ID,
-        eos_id=EOS_ID,
+        bos_id=-1,
+        eos_id=-1,
         unk_id=UNK_ID,
         pad_id=-1,
-        bos_piece=BOS,
-        eos_piece=EOS,
         unk_piece=UNK,
         num_threads=1,  # the sums of several threads differ in the last digits
         minloglevel=2,
@@ -69,9 +68,7 @@ def write_tokenizer(directory: Path, pieces: list[tuple[str, float]], whole: Ite
     vocabulary = [(piece, forced.get(piece, score)) for piece, score in pieces]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=UNK_ID, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (BOS, EOS)])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {

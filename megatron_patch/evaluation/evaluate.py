@@ -71,7 +71,7 @@ def run(
     limit: int | None = None,
     trust_remote_code: bool = False,
     dtype: str = "float32",
-    batch_size: int = 32,
+    batch_size: int = 16,
     seed: int = 0,
     device: str | None = None,
 ) -> int:
@@ -134,7 +134,7 @@ def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) 
         if value not in allowed:
             raise UserError(f"--{flag} must be {' or '.join(allowed)}: {value!r}; choose one")
     if batch_size < 1:
-        raise UserError(f"--batch-size must be 1 or more: {batch_size}; the default is 32")
+        raise UserError(f"--batch-size must be 1 or more: {batch_size}; the default is 16")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device must be cpu or cuda: {device!r}; choose one")

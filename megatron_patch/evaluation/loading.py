@@ -96,6 +96,9 @@ def load_model(
         "use_safetensors": True,
         "local_files_only": True,
     }
+    if torch.device(device).type == "cpu":
+        # sdpa is slow there with a mask and with MLA's value size, grouped experts are in fp32: 1.5 times as fast.
+        options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     model, info = _from_pretrained(directory, options)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info[fault] if not IGNORED_HF_NAMES.fullmatch(str(name)))

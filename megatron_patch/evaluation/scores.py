@@ -59,7 +59,7 @@ def exact_matches(
     examples: Sequence[Example],
     ablations: Mapping[str, Ablation] | None = None,
     *,
-    batch_size: int = 32,
+    batch_size: int = 16,
     progress: Progress | None = None,
 ) -> dict[str, Tensor]:
     """Whether greedy decoding gives each example's tokens from `start` on.
@@ -100,7 +100,7 @@ def document_scores(
     examples: Sequence[Example],
     ablations: Mapping[str, Ablation] | None = None,
     *,
-    batch_size: int = 32,
+    batch_size: int = 16,
     progress: Progress | None = None,
 ) -> DocumentScores:
     """Negative log-likelihood of documents, and what each ablation changes in the predicted distributions.

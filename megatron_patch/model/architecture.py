@@ -92,6 +92,7 @@ _FIXED = (
     ("norm_topk_prob", False, False),
     ("moe_layer_freq", 1, 1),
     ("tie_word_embeddings", False, False),
+    ("rms_norm_eps", 1e-6, 1e-6),  # transformers hard-codes it in the latent norms, whatever the config says
     ("attention_bias", False, False),
     ("mlp_bias", False, False),
     ("attention_dropout", 0.0, 0.0),
