@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_patch.errors import UserError
 
 PRETRAIN, SFT = "pretrain", "sft"
+MUON = "muon"
 
 
 def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
@@ -123,8 +124,8 @@ class StepSettings:
 
 @dataclass
 class OptimizerSettings:
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam is AdamW; muon takes Muon for matrices and AdamW for vectors, routers and indexers."""
     lr: float = 1e-4
     """Peak learning rate."""
     min_lr: float = 1e-5
@@ -263,6 +264,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         warmup, iters = self.optim.lr_warmup_iters, self.steps.train_iters
         _require(warmup < iters, "--lr-warmup-iters must be below --train-iters", f"{warmup} >= {iters}", "lower it")
+        shards = self.optim.optimizer == MUON and self.parallel.use_distributed_optimizer
+        _require(not shards, "--optimizer muon needs whole matrices", "--use-distributed-optimizer", "leave one out")
         warmup = self.optim.indexer_warmup_iters
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"

@@ -159,7 +159,8 @@ def train_base(model: nn.Module, tokenizer, texts: Sequence[str], settings: Base
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")  # [rows, length]
         text_loss = losses[: settings.text_rows].mean()
-        chat_loss = losses[settings.text_rows :][counted[settings.text_rows :]].mean()
+        said = counted[settings.text_rows :]
+        chat_loss = (losses[settings.text_rows :] * said).sum() / said.sum().clamp_min(1)  # short rows may hold no answer
         (text_loss + chat_loss + settings.balance * load.loss()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(used, schedules):

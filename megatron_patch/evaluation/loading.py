@@ -93,6 +93,7 @@ def load_model(
         "dtype": dtype,
         "attn_implementation": "sdpa",
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # to be listed with the other faults below, which refuse the model
         "use_safetensors": True,
         "local_files_only": True,
     }
@@ -101,7 +102,9 @@ def load_model(
         options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     model, info = _from_pretrained(directory, options)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in info[fault] if not IGNORED_HF_NAMES.fullmatch(str(name)))
+        # A mismatched key comes with its two shapes.
+        found = (str(item[0] if isinstance(item, tuple) else item) for item in info[fault])
+        names = sorted(name for name in found if not IGNORED_HF_NAMES.fullmatch(name))
         if names:
             raise UserError(
                 f"a model's tensors must be exactly those of its config: {directory.path} has {len(names)} "
@@ -124,9 +127,12 @@ def load_model(
 
 def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tuple["PreTrainedModel", dict[str, Any]]:
     if directory.own_code:
-        from transformers import AutoModelForCausalLM
+        # Not AutoModelForCausalLM: it would take a class registered earlier in the process for the same configuration.
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        return AutoModelForCausalLM.from_pretrained(directory.path, trust_remote_code=True, **options)
+        return get_class_from_dynamic_module(_model_reference(directory.path), directory.path).from_pretrained(
+            directory.path, **options
+        )
     if not directory.dsa_layers:
         # Named, not found through auto_map: a published base brings old code of its own, which never runs.
         from transformers import DeepseekV2ForCausalLM
@@ -135,6 +141,17 @@ def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tupl
     from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
 
     return DeepseekV2DsaForCausalLM.from_pretrained(directory.path, **options)
+
+
+def _model_reference(path: Path) -> str:
+    """What auto_map names for a causal language model, `file.Class`; not in another repository."""
+    auto_map = read_config(path).get("auto_map")
+    reference = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
+    if not isinstance(reference, str) or reference.count(".") != 1 or "--" in reference:
+        raise UserError(
+            f"auto_map must name AutoModelForCausalLM as file.Class: {path} has {reference!r}; export it again"
+        )
+    return reference
 
 
 def load_common_tokenizer(

@@ -1,14 +1,17 @@
 """DDP, optimizer and learning-rate schedule of megatron-core for a model of which a small part trains."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, _get_param_groups, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
-from megatron_patch.config import OptimizerSettings
+from megatron_patch.config import MUON, OptimizerSettings
 
 _INDEXER = ParamKey(name="*.indexer.*")
 _VECTOR = ParamKey(
@@ -31,10 +34,10 @@ def wrap_ddp(model: nn.Module, use_distributed_optimizer: bool) -> DistributedDa
 def build_optimizer(
     model: DistributedDataParallel, settings: OptimizerSettings, *, bf16: bool, use_distributed_optimizer: bool
 ) -> MegatronOptimizer:
-    """AdamW or SGD over the trainable parameters; vectors without weight decay; the indexers' own rate if asked."""
+    """AdamW, SGD or Muon over the trainable parameters; vectors without weight decay; the indexers' own rate if asked."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = OptimizerConfig(
-        optimizer=settings.optimizer,
+        optimizer="adam" if settings.optimizer == MUON else settings.optimizer,
         lr=settings.lr,
         min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,
@@ -51,9 +54,59 @@ def build_optimizer(
     if settings.indexer_lr is not None:
         share = settings.indexer_lr / settings.lr if settings.lr else 1.0
         overrides[_INDEXER] = {"max_lr": settings.indexer_lr, "min_lr": settings.min_lr * share}
-    optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides)
+    build = _muon_and_adam if settings.optimizer == MUON else get_megatron_optimizer
+    optimizer = build(config, [model], config_overrides=overrides)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _muon_and_adam(
+    config: OptimizerConfig, model_chunks: list[DistributedDataParallel], config_overrides: dict
+) -> MegatronOptimizer:
+    """PyTorch's Muon (Jordan et al. 2024; update RMS as AdamW's, arXiv 2502.16982) for matrices, AdamW for the rest.
+
+    megatron-core's own Muon needs a CUDA-only package. Routers and the indexers stay with AdamW: their matrices are
+    judged row by row, and an orthogonalised update would give every index head the same say.
+    """
+    [model] = model_chunks
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {
+        name: p
+        for name, p in trainable.items()
+        if p.dim() == 2 and not name.endswith("router.weight") and ".indexer." not in name
+    }
+    groups = _groups_of(model, matrices, trainable, config, config_overrides)
+    muon = torch.optim.Muon(groups, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    if config.bf16:
+        wrapped: MegatronOptimizer = Float16OptimizerWithFloat16Params(muon, config, None, _no_initial_state)
+    else:
+        wrapped = FP32Optimizer(muon, config, _no_initial_state)
+    rest = {name: p for name, p in trainable.items() if name not in matrices}
+    with _only_trainable(rest, trainable):
+        adam = get_megatron_optimizer(config, model_chunks, config_overrides=config_overrides)
+    return ChainedOptimizer([wrapped, *adam.chained_optimizers])
+
+
+def _groups_of(model, chosen: dict, trainable: dict, config: OptimizerConfig, overrides: dict) -> list[dict]:
+    """megatron-core's parameter groups (rates, weight decay) of the chosen parameters alone."""
+    with _only_trainable(chosen, trainable):
+        return [group for group in _get_param_groups([model], config, overrides) if group["params"]]
+
+
+@contextlib.contextmanager
+def _only_trainable(chosen: dict, trainable: dict):
+    """megatron-core takes the parameters that require a gradient; show it some of them, as its own Muon does."""
+    for name, parameter in trainable.items():
+        parameter.requires_grad_(name in chosen)
+    try:
+        yield
+    finally:
+        for parameter in trainable.values():
+            parameter.requires_grad_(True)
+
+
+def _no_initial_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """megatron-core asks for a state before it loads one; ours is restored by the torch optimizer itself."""
 
 
 def build_scheduler(

@@ -14,7 +14,7 @@ from megatron_patch.demo.base_model import build_model, initialize, per_expert_s
 from megatron_patch.demo.base_training import BaseTraining, RouterLoad
 from megatron_patch.errors import UserError
 
-FEW = BaseTraining(steps=5, text_rows=1, chat_rows=1, lengths=(48, 48))
+FEW = BaseTraining(steps=5, text_rows=1, chat_rows=1, lengths=(96, 96))
 
 
 @pytest.fixture(scope="module")

@@ -83,10 +83,10 @@ def test_the_base_never_sees_the_new_task(tokenizer):
 
 
 def test_batches_count_text_and_answers_only(tokenizer):
-    settings = BaseTraining(steps=3, text_rows=2, chat_rows=3, lengths=(64, 96), grown=0.4)
+    settings = BaseTraining(steps=3, text_rows=2, chat_rows=3, lengths=(96, 128), grown=0.4)
     shapes = []
     for tokens, counted in batches(tokenizer, PASSAGES, settings):
         shapes.append(tuple(tokens.shape))
         assert counted.shape == (5, tokens.shape[1] - 1)
         assert counted[:2].all() and counted[2:].any() and not counted[2:].all()
-    assert shapes == [(5, 65), (5, 97), (5, 97)]
+    assert shapes == [(5, 97), (5, 97), (5, 129)]

@@ -1,10 +1,12 @@
 """Loading is strict: names, shapes, softmax scale, code, tokenizer. Each fault here would otherwise lower a score unseen."""
 
+import json
 import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 from megatron_patch.checkpoint.export_files import CODE_FILES
@@ -21,6 +23,17 @@ MODELLING = CODE_FILES[1]
 def broken(export, tmp_path):
     """A copy of the export, to be broken."""
     return shutil.copytree(export, tmp_path / "broken")
+
+
+@pytest.fixture(scope="module")
+def code_cache(tmp_path_factory):
+    """Where transformers copies a model's own code before it runs, instead of the user's home. One for all tests: it is
+    imported as one package."""
+    path = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", path)
+        patch.syspath_prepend(path)
+        yield
 
 
 def test_inspect_names_the_dsa_layers(tiny_base, export):
@@ -59,16 +72,12 @@ def _reshape(tensors):
 )
 def test_refuses_tensors_that_are_not_the_models(broken, change, message):
     edit_tensors(broken, "model-dsa.safetensors", change)
-    import json
-
-    from safetensors import safe_open
-
     index = json.loads((broken / "model.safetensors.index.json").read_text())
     kept = {name: file for name, file in index["weight_map"].items() if file != "model-dsa.safetensors"}
     with safe_open(broken / "model-dsa.safetensors", "pt") as file:
         kept |= dict.fromkeys(file.keys(), "model-dsa.safetensors")
     edit_json(broken / "model.safetensors.index.json", weight_map=kept)
-    with pytest.raises((UserError, RuntimeError), match=message):
+    with pytest.raises(UserError, match=message):
         load_model(inspect_directory(broken))
 
 
@@ -101,13 +110,11 @@ def test_refuses_a_config_that_does_not_say_what_the_model_is(broken, values, me
         inspect_directory(broken)
 
 
-def test_refuses_foreign_code_unless_trusted_and_then_runs_it(broken, tmp_path, monkeypatch):
+def test_refuses_foreign_code_unless_trusted_and_then_runs_it(broken, code_cache):
     with (broken / MODELLING).open("a") as file:
         file.write("\nDeepseekV2DsaForCausalLM.from_the_directory = True\n")
     with pytest.raises(UserError, match=rf"code must be this release's: {MODELLING} .* --trust-remote-code"):
         inspect_directory(broken)
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     model = load_model(inspect_directory(broken, trust_remote_code=True))
     assert model.from_the_directory
 
@@ -118,11 +125,9 @@ def test_refuses_an_export_without_its_code(broken):
         inspect_directory(broken)
 
 
-def test_refuses_trusted_code_that_cannot_be_scrambled(broken, tmp_path, monkeypatch):
+def test_refuses_trusted_code_that_cannot_be_scrambled(broken, code_cache):
     text = (broken / MODELLING).read_text().replace("index_selector", "other_selector")
     (broken / MODELLING).write_text(text)
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     with pytest.raises(UserError, match="has no index_selector"):
         load_model(inspect_directory(broken, trust_remote_code=True))
 
@@ -144,3 +149,14 @@ def test_refuses_tokenizers_that_differ(tiny_base, broken):
     (broken / "tokenizer.json").write_text(swapped)
     with pytest.raises(UserError, match="the same tokenizers"):
         load_common_tokenizer(tiny_base, broken)
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [..., {}, {"AutoModelForCausalLM": "someone/repository--modeling.Model"}, {"AutoModelForCausalLM": "../m.M"}],
+)
+def test_trusted_code_is_that_of_the_directory_alone(broken, auto_map):
+    (broken / MODELLING).write_text("raise SystemExit('not reached')\n")
+    edit_json(broken / "config.json", auto_map=auto_map)
+    with pytest.raises(UserError, match=r"auto_map must name AutoModelForCausalLM as file\.Class"):
+        load_model(inspect_directory(broken, trust_remote_code=True))

@@ -34,6 +34,8 @@ FORMS = {
     "bf16": {"bf16": True},
     "distributed optimizer": {"use_distributed_optimizer": True},
     "bf16, distributed optimizer": {"bf16": True, "use_distributed_optimizer": True},
+    "muon": {"optimizer": "muon"},
+    "bf16, muon": {"bf16": True, "optimizer": "muon"},
     "sft": {"kind": SFT},
 }
 
@@ -184,6 +186,10 @@ REFUSED = {
     "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto and reference"),
     "recompute": ({"recompute_dsa": True}, "--recompute-dsa is not in this release"),
     "profile": ({"profile_steps": "5:2"}, "--profile-steps must be A:B"),
+    "muon, distributed optimizer": (
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        "--optimizer muon needs whole matrices",
+    ),
     "not a number": ({"lr": "fast"}, "lr"),
 }
 

@@ -117,3 +117,28 @@ def test_indexer_lr_reaches_the_indexers_alone(device, tiny_base, make_settings,
     for name, (rate, wd_mult) in seen.items():
         assert rate == (1e-2 if ".indexer." in name else 1e-4), name
         assert wd_mult == (0.0 if "norm" in name else 1.0), name
+
+
+def test_muon_takes_matrices_and_adam_the_rest(device, tiny_base, make_settings, tmp_path):
+    model, state, _ = tiny_model(tiny_base, init="copy")
+    settings = make_settings(tmp_path, "unused", optimizer="muon", indexer_lr=1e-2, lr=1e-3).optim
+    ddp = wrap_ddp(model, False)
+    optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {}
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                assert name not in taken
+                taken[name] = type(inner).__name__
+    assert taken.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, kind in taken.items():
+        matrix = "norm" not in name and "router" not in name and ".indexer." not in name
+        assert kind == ("Muon" if matrix else "AdamW"), name
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    result = TrainStep(ddp, optimizer, state, device, 1.0)(batches([(30, 3), (40, 20)], 1), "sparse")
+    assert result.grad_norm > 0
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved <= set(taken) and any(taken[name] == "Muon" for name in moved)
+    assert any(taken[name] == "AdamW" for name in moved)
