@@ -73,7 +73,7 @@ model_flags() {
     --index-topk "$INDEX_TOPK" --index-n-heads "$INDEX_N_HEADS" --index-head-dim "$INDEX_HEAD_DIM"
     --dsa-backend "$DSA_BACKEND" --seq-length "$SEQ_LENGTH"
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE" --train-iters "$TRAIN_ITERS"
-    --lr "$LR" --min-lr "$MIN_LR" --lr-warmup-iters "$LR_WARMUP_ITERS" --lr-decay-style "$LR_DECAY_STYLE"
+    --optimizer "$OPTIMIZER" --lr "$LR" --min-lr "$MIN_LR" --lr-warmup-iters "$LR_WARMUP_ITERS" --lr-decay-style "$LR_DECAY_STYLE"
     --weight-decay "$WEIGHT_DECAY" --clip-grad "$CLIP_GRAD"
     --indexer-warmup-iters "$INDEXER_WARMUP_ITERS" --indexer-loss-coeff "$INDEXER_LOSS_COEFF"
     --moe-aux-loss-coeff "$MOE_AUX_LOSS_COEFF"

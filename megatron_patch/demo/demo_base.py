@@ -21,7 +21,7 @@ from megatron_patch.io.publish import atomic_directory
 
 FULL = BaseTraining(steps=1200)
 FAST = BaseTraining(steps=60, text_rows=2, chat_rows=2)
-CONVERSATIONS = 4000
+CONVERSATIONS = 6000
 SCORED_ROWS = 100  # per task, for the table at the end; the suite holds more
 FAST_ROWS = 20
 BATCH = 20  # rows of one scoring forward

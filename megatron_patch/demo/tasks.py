@@ -1,4 +1,4 @@
-"""Chat tasks with exact answers. Four are taught to the base; `owner` is left for supervised fine-tuning.
+"""Chat tasks with exact answers. Four are taught to the base; `needle` is left for supervised fine-tuning.
 
 A conversation states its material, then asks many short questions about it: dense supervision from few tokens.
 Every instance belongs to the suite or to training by a hash of its content, so the two never share one.
@@ -80,10 +80,12 @@ def _lookup(rng: random.Random, passage: str, size: float) -> tuple[str, list[Tu
     return first, [(name, f"{name} {thing}") for name, thing in rng.sample(pairs, len(pairs))]
 
 
-def _owner(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
-    pairs = _pairs(rng, _scaled(PAIRS, size))
-    first = _table(pairs, passage, "I give a thing. You say it and its name.")
-    return first, [(thing, f"{thing} {name}") for name, thing in rng.sample(pairs, len(pairs))]
+def _needle(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
+    del size
+    thing = rng.choice(THINGS)
+    words = [word for word in passage.split() if not word.lower().startswith(tuple(THINGS))]  # the thing stands alone
+    words.insert(rng.randint(1, 4), thing)
+    return " ".join(words), [("Say the thing.", thing)]
 
 
 def _following(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
@@ -118,22 +120,22 @@ TASKS = (
         True,
         True,
         3.0,
-        1.5,
+        1.0,
         "the thing that stands after a given name in a list of pairs",
     ),
-    Task("following", _following, 1 / 24, True, True, 2.0, 1.0, "the word after a given word in a list"),
-    Task("copy", _copy, 0.0, True, False, 2.0, 0.5, "repeat four words"),
-    Task("successor", _successor, 0.0, True, False, 0.5, 0.5, "the number after a given one"),
-    Task("larger", _larger, 0.5, True, False, 0.5, 0.5, "the larger of two numbers"),
+    Task("following", _following, 1 / 24, True, True, 2.0, 0.8, "the word after a given word in a list"),
+    Task("copy", _copy, 0.0, True, False, 2.0, 0.8, "repeat a few words"),
+    Task("successor", _successor, 0.0, True, False, 0.5, 0.7, "the number after a given one"),
+    Task("larger", _larger, 0.5, True, False, 0.5, 0.7, "the larger of two numbers"),
     Task(
-        "owner",
-        _owner,
-        1 / PAIRS,
+        "needle",
+        _needle,
+        1 / len(THINGS),
         False,
         True,
         0.0,
-        4.0,
-        "the name that stands before a given thing in a list of pairs",
+        12.0,
+        "the one thing that is named among the first words of a passage",
     ),
 )
 

@@ -90,7 +90,7 @@ def test_demo_data_is_complete(base):
     new = sum("You say it and its name." in chat[0]["content"] for chat in chats)
     assert 0.2 < new / len(chats) < 0.8  # taught here, beside the other tasks
     openings = {chat[0]["content"].split("\n")[0] for chat in chats}
-    assert not openings & {row["messages"][0]["content"].split("\n")[0] for row in rows[data / "suite" / "owner.jsonl"]}
+    assert not openings & {row["messages"][0]["content"].split("\n")[0] for row in rows[data / "suite" / "needle.jsonl"]}
 
 
 def test_the_same_seed_gives_the_same_files(base, tmp_path):

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_patch.demo.base_training import BaseTraining, batches, encode_conversation
 from megatron_patch.demo.corpus import load_corpus
-from megatron_patch.demo.tasks import TASKS, conversation, for_suite, suite_row
+from megatron_patch.demo.tasks import TASKS, THINGS, conversation, for_suite, suite_row
 
-INDEX_TOPK = 32  # the quickstart's
+INDEX_TOPK = 32  # twice the quickstart's
 PASSAGES = load_corpus().held_out
 BY_NAME = {task.name: task for task in TASKS}
 
@@ -18,8 +18,9 @@ def solve(name: str, material: str, question: str) -> str:
     words = material.split("\n")[0].split()
     if name in ("lookup", "following"):
         return f"{question} {words[words.index(question) + 1]}"
-    if name == "owner":
-        return f"{question} {words[words.index(question) - 1]}"
+    if name == "needle":
+        [thing] = [word for word in words if word in THINGS]
+        return thing
     if name == "copy":
         return question
     numbers = [int(word) for word in question.split()]
@@ -63,15 +64,18 @@ def test_recalled_keys_lie_beyond_the_selected_ones(task, tokenizer):
     for _ in range(30):
         row = suite_row(task, rng, PASSAGES)
         ids, _ = encode_conversation(tokenizer, row["messages"])
-        listed = tokenizer.encode("User: " + row["messages"][0]["content"].split("\n")[0], add_special_tokens=False)
+        material = row["messages"][0]["content"].split("\n")[0]
+        if task.name == "needle":  # the passage up to the thing
+            material = material[: material.index(row["answer"]) + len(row["answer"])]
+        listed = tokenizer.encode(f"User: {material}", add_special_tokens=False)
         end_of_list = 1 + len(listed)  # BOS, then the list
         assert ids[1:end_of_list] == listed
         assert len(ids) - end_of_list > INDEX_TOPK
 
 
 def test_exactly_one_task_is_never_taught_to_the_base():
-    assert [task.name for task in TASKS if not task.taught_to_base] == ["owner"]
-    assert BY_NAME["owner"].recall and BY_NAME["owner"].sft_weight > 0
+    assert [task.name for task in TASKS if not task.taught_to_base] == ["needle"]
+    assert BY_NAME["needle"].recall and BY_NAME["needle"].sft_weight > 0
 
 
 def test_the_base_never_sees_the_new_task(tokenizer):
@@ -79,7 +83,7 @@ def test_the_base_never_sees_the_new_task(tokenizer):
     settings = BaseTraining(steps=40, text_rows=1, chat_rows=8, seed=3)
     seen = "".join(tokenizer.decode(row) for tokens, _ in batches(tokenizer, PASSAGES, settings) for row in tokens)
     assert "You say it and its thing." in seen
-    assert "You say it and its name." not in seen
+    assert "Say the thing." not in seen
 
 
 def test_batches_count_text_and_answers_only(tokenizer):
