@@ -101,7 +101,7 @@ def test_every_variable_reaches_its_flag(tools: Path) -> None:
         "WEIGHT_DECAY": "0.2", "CLIP_GRAD": "0.5", "INDEXER_LR": "0.01", "INDEXER_WARMUP_ITERS": "7",
         "INDEXER_LOSS_COEFF": "0.25", "MOE_AUX_LOSS_COEFF": "0.125", "SEED": "9", "LOG_INTERVAL": "3",
         "EVAL_INTERVAL": "11", "EVAL_ITERS": "4", "SAVE": "out", "SAVE_INTERVAL": "13", "KEEP_LAST": "5", "BF16": "0",
-        "DEVICE": "cpu", "WANDB_PROJECT": "w", "VALID_DATA_PATH": "v", "DATA_PATH": "0.3 p1 0.7 p2",
+        "DEVICE": "cpu", "OPTIMIZER": "sgd", "WANDB_PROJECT": "w", "VALID_DATA_PATH": "v", "DATA_PATH": "0.3 p1 0.7 p2",
     }  # fmt: skip
     got = settings_of(dry_run("pretrain.sh", tools=tools, **given))
     fields = {name: value for group in vars(got).values() for name, value in vars(group).items()}
@@ -196,7 +196,8 @@ def test_quickstart_is_the_real_job_made_small(journey, tools: Path, tmp_path: P
     runs = [shlex.split(line) for line in done.stdout.splitlines() if "_upcycle.py" in line]
     pretraining, sft = map(settings_of, runs)
     for each in (pretraining, sft):
-        assert (each.data.seq_length, each.model.index_topk, each.precision.bf16) == (256, 32, False)
+        assert each.data.seq_length <= 512 and not each.precision.bf16
+        assert each.model.index_topk <= each.data.seq_length // 4, "most queries must have to select"
         assert each.model.base_model == out / "base"
     assert pretraining.output.save == out / "pretrain" and sft.output.save == out / "sft"
     assert sft.start.pretrained_checkpoint == out / "pretrain"

@@ -82,10 +82,10 @@ def _lookup(rng: random.Random, passage: str, size: float) -> tuple[str, list[Tu
 
 def _needle(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
     del size
-    thing = rng.choice(THINGS)
-    words = [word for word in passage.split() if not word.lower().startswith(tuple(THINGS))]  # the thing stands alone
-    words.insert(rng.randint(1, 4), thing)
-    return " ".join(words), [("Say the thing.", thing)]
+    digit = str(rng.randrange(10))
+    words = [word for word in passage.split() if not any(character.isdigit() for character in word)]
+    words.insert(rng.randint(1, 4), digit)
+    return " ".join(words), [("Say the number.", digit)]
 
 
 def _following(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
@@ -130,23 +130,25 @@ TASKS = (
     Task(
         "needle",
         _needle,
-        1 / len(THINGS),
+        0.1,
         False,
         True,
         0.0,
-        12.0,
-        "the one thing that is named among the first words of a passage",
+        15.0,
+        "the one number among the first words of a passage",
     ),
 )
 
 
-def instance(task: Task, rng: random.Random, passage: str, suite: bool, size: float = 1.0) -> tuple[str, list[Turn]]:
-    """Draw a first message and its turns until they belong to the suite (`suite`) or to training.
+def instance(
+    task: Task, rng: random.Random, passages: list[str], suite: bool, size: float = 1.0
+) -> tuple[str, list[Turn]]:
+    """Draw a passage, a first message and its turns until they belong to the suite (`suite`) or to training.
 
     A recall task is told apart by its material, which no other conversation may share; for the others each turn counts.
     """
     while True:
-        first, turns = task.opening(rng, passage, size)
+        first, turns = task.opening(rng, _passage(rng, passages), size)
         if task.recall:
             if for_suite(first.split("\n", 1)[0]) == suite:
                 return first, turns
@@ -163,13 +165,13 @@ def instance(task: Task, rng: random.Random, passage: str, suite: bool, size: fl
 
 def conversation(task: Task, rng: random.Random, passages: list[str], size: float = 1.0) -> list[Message]:
     """A training conversation: the material, the assistant's "ready", then every turn. `size` 1 is as in the suite."""
-    first, turns = instance(task, rng, _passage(rng, passages), False, size)
+    first, turns = instance(task, rng, passages, False, size)
     return _messages(first, turns)
 
 
 def suite_row(task: Task, rng: random.Random, passages: list[str], earlier: int = 3) -> dict:
     """A scored row: the material, up to `earlier` answered turns, one open question and its answer."""
-    first, turns = instance(task, rng, _passage(rng, passages), suite=True)
+    first, turns = instance(task, rng, passages, suite=True)
     before = turns[: min(rng.randint(0, earlier), len(turns) - 1)]
     question, answer = turns[-1]
     return {"messages": [*_messages(first, before), {"role": "user", "content": question}], "answer": answer}
@@ -183,6 +185,9 @@ def _messages(first: str, turns: list[Turn]) -> list[Message]:
 
 
 def _passage(rng: random.Random, passages: list[str]) -> str:
-    words = rng.choice(passages).split()
-    start = rng.randint(0, max(0, len(words) - PASSAGE_WORDS))
+    """`PASSAGE_WORDS` words in a row, from one of the passages that have so many."""
+    words: list[str] = []
+    while len(words) < PASSAGE_WORDS:
+        words = rng.choice(passages).split()
+    start = rng.randint(0, len(words) - PASSAGE_WORDS)
     return " ".join(words[start : start + PASSAGE_WORDS])
