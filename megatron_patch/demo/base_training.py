@@ -24,6 +24,7 @@ class BaseTraining:
         lengths: tokens of a row, before and after `grown`.
         grown: share of the steps after which lists have their full size; they grow from `first_size` of it until then.
         muon_rate, adam_rate: learning rates at their height, of attention and MLP matrices, and of everything else.
+        decay_from: share of the steps after which the rates fall.
         balance: weight of the load-balancing loss, which keeps every routed expert in use.
     """
 
@@ -36,6 +37,7 @@ class BaseTraining:
     muon_rate: float = 5e-3
     adam_rate: float = 2e-3
     warmup_steps: int = 40
+    decay_from: float = 0.7
     balance: float = 0.01
     seed: int = 1234
 
@@ -45,9 +47,13 @@ class BaseTraining:
         return self.lengths[int(done > 1.0)], min(1.0, self.first_size + (1 - self.first_size) * done)
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rates: linear warm-up, constant for the first half, then linear down to 2%."""
+        """Factor of the learning rates: linear warm-up, constant until `decay_from`, then linear down to 2%.
+
+        Recall is learned at once, after a long plateau, and only while the rates are high.
+        """
         done = step / self.steps
-        return min(1.0, (step + 1) / self.warmup_steps) * (1.0 if done < 0.5 else 0.02 + 0.98 * 2 * (1 - done))
+        fall = max(0.0, done - self.decay_from) / (1 - self.decay_from)
+        return min(1.0, (step + 1) / self.warmup_steps) * (1.0 - 0.98 * fall)
 
 
 def encode_conversation(tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
