@@ -1,6 +1,7 @@
 """Shared fixtures. The CPU redirect is installed here, before any test can import megatron.core."""
 
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,6 +38,10 @@ def tiny_base(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Small shapes: threads only add noise on a loaded machine."""
+def _alone():
+    """One thread (small shapes: more only add noise), and none of the state that megatron-core keeps in classes."""
     torch.set_num_threads(1)
+    yield
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if moe_utils is not None:  # the scale of the auxiliary loss, which the schedule of an earlier test set
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -83,14 +83,7 @@ def test_training_and_validation_share_no_document(corpus, build, tmp_path, tiny
     assert len(letters[0]) == 48
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_blend_follows_the_weights(corpus, build, process_group):
+def test_blend_follows_the_weights(corpus, build, device):
     train, valid = build("0.3", str(corpus / "a"), "0.7", str(corpus / "b"), train_samples=200, valid_samples=20)
     for part, number in ((train, 200), (valid, 20)):
         share = sum(3 + 65 in row for row in tokens_of(part, number)) / number

@@ -87,8 +87,8 @@ def test_demo_data_is_complete(base):
         assert all(row["messages"][-1]["role"] == "user" and row["answer"] for row in scored)
     assert sum(not task["taught_to_base"] for task in suite["tasks"]) == 1
     chats = [row["messages"] for row in rows[data / "sft.jsonl"]]
-    new = sum("You say it and its name." in chat[0]["content"] for chat in chats)
-    assert 0.2 < new / len(chats) < 0.8  # taught here, beside the other tasks
+    new = sum(chat[2]["content"] == "Say the number." for chat in chats)
+    assert 0.2 < new / len(chats) < 0.9  # taught here, beside the other tasks
     openings = {chat[0]["content"].split("\n")[0] for chat in chats}
     assert not openings & {row["messages"][0]["content"].split("\n")[0] for row in rows[data / "suite" / "needle.jsonl"]}
 

@@ -25,17 +25,6 @@ def broken(export, tmp_path):
     return shutil.copytree(export, tmp_path / "broken")
 
 
-@pytest.fixture(scope="module")
-def code_cache(tmp_path_factory):
-    """Where transformers copies a model's own code before it runs, instead of the user's home. One for all tests: it is
-    imported as one package."""
-    path = str(tmp_path_factory.mktemp("modules"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", path)
-        patch.syspath_prepend(path)
-        yield
-
-
 def test_inspect_names_the_dsa_layers(tiny_base, export):
     of_base, of_export = inspect_directory(tiny_base), inspect_directory(export)
     assert (of_base.dsa_layers, of_base.index_topk) == ((), None)
@@ -110,7 +99,7 @@ def test_refuses_a_config_that_does_not_say_what_the_model_is(broken, values, me
         inspect_directory(broken)
 
 
-def test_refuses_foreign_code_unless_trusted_and_then_runs_it(broken, code_cache):
+def test_refuses_foreign_code_unless_trusted_and_then_runs_it(broken):
     with (broken / MODELLING).open("a") as file:
         file.write("\nDeepseekV2DsaForCausalLM.from_the_directory = True\n")
     with pytest.raises(UserError, match=rf"code must be this release's: {MODELLING} .* --trust-remote-code"):
@@ -125,7 +114,7 @@ def test_refuses_an_export_without_its_code(broken):
         inspect_directory(broken)
 
 
-def test_refuses_trusted_code_that_cannot_be_scrambled(broken, code_cache):
+def test_refuses_trusted_code_that_cannot_be_scrambled(broken):
     text = (broken / MODELLING).read_text().replace("index_selector", "other_selector")
     (broken / MODELLING).write_text(text)
     with pytest.raises(UserError, match="has no index_selector"):
