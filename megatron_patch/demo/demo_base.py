@@ -20,7 +20,7 @@ from megatron_patch.demo.tokenizer import BOS_ID, EOS_ID, VOCABULARY_SIZE, train
 from megatron_patch.io.publish import atomic_directory
 
 FULL = BaseTraining(steps=1600)
-FAST = BaseTraining(steps=60, text_rows=2, chat_rows=2)
+FAST = BaseTraining(steps=20, text_rows=2, chat_rows=2)
 CONVERSATIONS = 6000
 SCORED_ROWS = 100  # per task, for the table at the end; the suite holds more
 FAST_ROWS = 20
