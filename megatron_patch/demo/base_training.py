@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron_patch.demo.tasks import TASKS, Message, conversation
 
-SMALLEST_SIZE = 0.2  # lists are drawn between this share and the stage's
+SMALLEST_SIZE = 1.0  # lists are drawn between this share and the stage's
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class BaseTraining:
     steps: int
     text_rows: int = 2
     chat_rows: int = 6
-    lengths: tuple[int, int] = (128, 208)
+    lengths: tuple[int, int] = (208, 208)
     grown: float = 0.5
-    first_size: float = 0.4
+    first_size: float = 1.0
     muon_rate: float = 5e-3
     adam_rate: float = 2e-3
     warmup_steps: int = 40
-    decay_from: float = 0.7
+    decay_from: float = 0.5
     balance: float = 0.01
     seed: int = 1234
 
@@ -47,10 +47,7 @@ class BaseTraining:
         return self.lengths[int(done > 1.0)], min(1.0, self.first_size + (1 - self.first_size) * done)
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rates: linear warm-up, constant until `decay_from`, then linear down to 2%.
-
-        Recall is learned at once, after a long plateau, and only while the rates are high.
-        """
+        """Factor of the learning rates: linear warm-up, constant until `decay_from`, then linear down to 2%."""
         done = step / self.steps
         fall = max(0.0, done - self.decay_from) / (1 - self.decay_from)
         return min(1.0, (step + 1) / self.warmup_steps) * (1.0 - 0.98 * fall)

@@ -125,8 +125,8 @@ TASKS = (
     ),
     Task("following", _following, 1 / 24, True, True, 2.0, 0.8, "the word after a given word in a list"),
     Task("copy", _copy, 0.0, True, False, 2.0, 0.8, "repeat a few words"),
-    Task("successor", _successor, 0.0, True, False, 0.3, 0.7, "the number after a given one"),
-    Task("larger", _larger, 0.5, True, False, 0.3, 0.7, "the larger of two numbers"),
+    Task("successor", _successor, 0.0, True, False, 0.5, 0.7, "the number after a given one"),
+    Task("larger", _larger, 0.5, True, False, 0.5, 0.7, "the larger of two numbers"),
     Task(
         "needle",
         _needle,
