@@ -21,8 +21,8 @@ def run(main: Callable[[], int | None]) -> int:
     """Call `main` and translate its end into an exit code.
 
     Returns:
-        What `main` returned (None is 0), 2 after a `UserError`, 3 after a `NonFiniteError`; both print one line on
-        stderr and no traceback. Any other exception passes through: it is a defect of ours and its traceback helps.
+        What `main` returned (None is 0), 2 after a `UserError` or a path that the system refuses, 3 after a
+        `NonFiniteError`; these print one line on stderr and no traceback. Any other exception passes through: it is a defect of ours and its traceback helps.
     """
     try:
         return main() or EXIT_OK
@@ -30,6 +30,10 @@ def run(main: Callable[[], int | None]) -> int:
         return _say(error, EXIT_USER)
     except NonFiniteError as error:
         return _say(error, EXIT_NON_FINITE)
+    except OSError as error:
+        if error.filename is None:  # not about a path that the user could mend
+            raise
+        return _say(UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions"), EXIT_USER)
 
 
 def _say(error: Exception, code: int) -> int:

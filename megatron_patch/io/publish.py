@@ -53,6 +53,8 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
         yield partial
         for item in partial.rglob("*"):
             if not item.is_symlink():
+                if item.is_file():  # safetensors creates its files readable by the owner alone
+                    item.chmod(0o666 & ~_umask())
                 _flush(item)
         _flush(partial)
         _swap_in(partial, path)

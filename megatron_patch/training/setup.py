@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patch import __version__
 from megatron_patch.checkpoint.load_base import load_base
-from megatron_patch.checkpoint.manifest import LATEST_FILE
+from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
 from megatron_patch.checkpoint.save import Identity, Progress, load_training_state, load_weights
 from megatron_patch.config import TrainSettings
 from megatron_patch.devices.device import Device, initialize_distributed
@@ -99,13 +99,16 @@ def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...
 def _check_output(settings: TrainSettings) -> None:
     """--save is new or empty, unless it is the run that --load resumes."""
     save, load = settings.output.save, settings.start.load
+    for start in (load, settings.start.pretrained_checkpoint):
+        if start is not None:
+            iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
     if load is not None and load.resolve() == save.resolve():
         return
     if save.is_dir() and any(save.iterdir()):
-        resume = f" or resume it with --load {save}" if (save / LATEST_FILE).exists() else ""
-        raise UserError(f"--save must be new or empty: {save} is not; give another path{resume}")
+        resume = f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
+        raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
 
 
 def _check_one_process() -> None:

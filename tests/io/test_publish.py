@@ -78,3 +78,19 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_published_files_are_as_readable_as_any_other(tmp_path):
+    """safetensors creates its files with mode 0600; a rollout engine of another user could not read them."""
+    import os
+
+    import torch
+    from safetensors.torch import save_file
+
+    previous = os.umask(0o022)
+    try:
+        with atomic_directory(tmp_path / "out") as directory:
+            save_file({"a": torch.zeros(1)}, directory / "a.safetensors")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "out" / "a.safetensors").stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,35 @@
+"""How a run ends: one line and its code for the user's mistakes, a traceback for ours."""
+
+import pytest
+
+from megatron_patch import errors
+
+
+def ends_with(error: BaseException) -> int:
+    def main():
+        raise error
+
+    return errors.run(main)
+
+
+def test_codes_and_lines(capsys):
+    assert errors.run(lambda: None) == 0
+    assert ends_with(errors.UserError("rule: value;\n remedy")) == 2
+    assert capsys.readouterr().err == "error: rule: value; remedy\n"
+    assert ends_with(errors.NonFiniteError("twice")) == 3
+
+
+def test_a_path_that_the_system_refuses_is_the_users(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+
+    def main():
+        (tmp_path / "file" / "below").mkdir()
+
+    assert errors.run(main) == 2
+    assert "file/below: Not a directory; check the path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError("no path in it"), KeyError("ours"), RuntimeError("ours")])
+def test_our_defects_keep_their_traceback(error):
+    with pytest.raises(type(error)):
+        ends_with(error)
