@@ -49,7 +49,7 @@ export OMP_NUM_THREADS DEVICE="${DEVICE:-}" DRY_RUN="${DRY_RUN:-0}" HF_HUB_OFFLI
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$ROOT/.venv/cache/matplotlib}" HF_HOME="${HF_HOME:-$ROOT/.venv/cache/huggingface}"
 PRETRAIN_RECIPE=(TRAIN_ITERS=200 LR=2e-3 MIN_LR=1e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=100
   EVAL_INTERVAL=50 EVAL_ITERS=10 SAVE_INTERVAL=50)
-# Recall forms in a few hundred steps with Muon, not with AdamW; short chats, so many a step.
+# The needle was learned with Muon at these values; AdamW was not tried on it. Short chats, so many a step.
 SFT_RECIPE=(OPTIMIZER=muon TRAIN_ITERS=450 LR=4e-3 MIN_LR=3e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=300
   MICRO_BATCH_SIZE=24 GLOBAL_BATCH_SIZE=24 EVAL_INTERVAL=150 EVAL_ITERS=4 SAVE_INTERVAL=150)
 DEMO_FLAGS=() EVALUATE_FLAGS=()

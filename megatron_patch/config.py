@@ -270,18 +270,3 @@ class TrainSettings:
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"
         )
-
-    def micro_batches(self, data_parallel_size: int) -> int:
-        """Micro-batches that a rank takes through the model in one step.
-
-        Raises:
-            UserError: the global batch is no multiple of the micro-batch times the data-parallel ranks.
-        """
-        share = self.steps.micro_batch_size * data_parallel_size
-        _require(
-            self.steps.global_batch_size % share == 0,
-            "--global-batch-size must be a multiple of --micro-batch-size x data-parallel ranks",
-            f"{self.steps.global_batch_size} % ({self.steps.micro_batch_size} x {data_parallel_size}) != 0",
-            f"use {max(1, self.steps.global_batch_size // share) * share}",
-        )
-        return self.steps.global_batch_size // share

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_patch"
 
 # Each room, and the rooms that it may import from. Modules at the package's top are rooms of their own.
-FOUNDATION = {"errors", "config", "faults", "io", "ops"}
+FOUNDATION = {"errors", "config", "faults", "io", "ops", "statistics"}
 MIDDLE = FOUNDATION | {"devices", "model"}
 UPPER = MIDDLE | {"checkpoint", "data", "planning"}
 TRAINING = UPPER | {"training"}
@@ -24,6 +24,7 @@ ALLOWED = {
     "flags": {"errors"},
     "io": {"errors"},
     "ops": set(),
+    "statistics": set(),
     "hf_model": set(),
     "devices": MIDDLE,
     "model": MIDDLE,

@@ -136,7 +136,7 @@ class RouterLoad:
 def optimizers(model: nn.Module, settings: BaseTraining) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of attention and MLPs, AdamW for embeddings, head, routers, norms and stacked experts.
 
-    With AdamW alone the same number of steps does not reach recall. Source: Muon (Jordan et al., 2024), PyTorch's.
+    Source: Muon (Jordan et al., 2024), PyTorch's.
     """
     others = ("embed_tokens", "lm_head", "mlp.gate.weight")
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not any(part in name for part in others)]

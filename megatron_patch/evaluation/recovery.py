@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_patch.evaluation.ablations import BYPASSED, SCRAMBLED, WITH, layer_name
 from megatron_patch.evaluation.scores import DocumentScores
-from megatron_patch.evaluation.statistics import mean, or_none, ratio
 from megatron_patch.evaluation.suite import Task
+from megatron_patch.statistics import mean, or_none, ratio
 
 SCHEMA = 1
 UPCYCLE, PRUNE = "upcycle", "prune"

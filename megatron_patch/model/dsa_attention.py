@@ -4,6 +4,8 @@ megatron-core 0.16.1 has a DSA of its own; it is wired for all layers or none, w
 rotates the wrong dimensions for released weights, and its KL gradient grows with the number of micro-batches.
 """
 
+from dataclasses import asdict
+
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -72,18 +74,8 @@ class DsaSelfAttention(MLASelfAttention):
         query, key, value, q_latent, _ = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params
         )
-        rope = self.architecture.rope
         cos, sin = rope_cos_sin(
-            positions_in_documents(cu_seqlens),
-            self.architecture.qk_rope_head_dim,
-            theta=rope.theta,
-            kind=rope.kind,
-            factor=rope.factor,
-            original_max_positions=rope.original_max_positions,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            mscale=rope.mscale,
-            mscale_all_dim=rope.mscale_all_dim,
+            positions_in_documents(cu_seqlens), self.architecture.qk_rope_head_dim, **asdict(self.architecture.rope)
         )
         index = self.indexer(hidden_states.squeeze(1), q_latent, cos, sin)
         counted = self.state.counted

@@ -13,6 +13,7 @@ from megatron_patch.data.batch import PackedBatch
 from megatron_patch.devices.device import Device
 from megatron_patch.model.builder import forward_pack
 from megatron_patch.model.dsa_state import DsaState
+from megatron_patch.statistics import ratio
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,6 @@ class Heldout:
     indexer_kl: float
     index_recall: float
     documents: int
-
-
-def ratio_stderr(sums: Tensor, counts: Tensor) -> float:
-    """Standard error of sum(sums) / sum(counts) over independent documents (ratio estimator, delta method).
-
-    Args:
-        sums, counts: fp64 [n]: each document's summed loss and its number of tokens.
-    """
-    n = sums.numel()
-    if n < 2:
-        return math.nan
-    residual = sums - sums.sum() / counts.sum() * counts
-    return float(residual.std(correction=1) / counts.mean() / math.sqrt(n))
 
 
 class HeldoutEvaluation:
@@ -87,13 +75,13 @@ class HeldoutEvaluation:
         finally:
             self.model.train(training)
         base_sums, _ = self._base
-        total = counts.sum()
+        loss, delta = ratio(sums, counts), ratio(sums - base_sums, counts)
         return Heldout(
-            loss=float(sums.sum() / total),
-            loss_stderr=ratio_stderr(sums, counts),
-            base_loss=float(base_sums.sum() / total),
-            delta=float((sums - base_sums).sum() / total),
-            delta_stderr=ratio_stderr(sums - base_sums, counts),
+            loss=loss.value,
+            loss_stderr=loss.stderr,
+            base_loss=ratio(base_sums, counts).value,
+            delta=delta.value,
+            delta_stderr=delta.stderr,
             indexer_kl=kl,
             index_recall=recall,
             documents=counts.numel(),

@@ -18,6 +18,7 @@ from megatron_patch.checkpoint.load_base import load_base
 from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
 from megatron_patch.checkpoint.save import Identity, Progress, load_training_state, load_weights
 from megatron_patch.config import TrainSettings
+from megatron_patch.data.sampler import micro_batches_per_step
 from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
@@ -175,7 +176,10 @@ def _assemble(
         progress = Progress(**{name: getattr(manifest, name) for name in asdict(progress)})
     elif settings.start.pretrained_checkpoint is not None:
         load_weights(settings.start.pretrained_checkpoint, model, identity, same_kind=False)
-    micro_batches = settings.micro_batches(parallel_state.get_data_parallel_world_size())
+    steps = settings.steps
+    micro_batches = micro_batches_per_step(
+        steps.micro_batch_size, steps.global_batch_size, parallel_state.get_data_parallel_world_size()
+    )
     data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
     distributed_optimizer = settings.parallel.use_distributed_optimizer
     ddp = wrap_ddp(model, distributed_optimizer)

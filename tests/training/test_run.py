@@ -166,7 +166,7 @@ def test_sft_starts_from_pretraining(device, make_settings, text_prefix, sft_fol
 
 
 REFUSED = {
-    "global batch": ({"global_batch_size": 5}, r"--global-batch-size must be a multiple.*5 % \(2 x 1\) != 0; use 4"),
+    "global batch": ({"global_batch_size": 5}, r"--global-batch-size must be a multiple.*5 is not a multiple of 2 x 1; use e\.g\. 4"),
     "topk": ({"index_topk": 0}, "--index-topk must be positive: 0"),
     "tensor parallel": ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size must be 1"),
     "expert parallel": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size must be 1"),

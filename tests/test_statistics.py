@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_patch.evaluation.statistics import mean, or_none, ratio
+from megatron_patch.statistics import mean, or_none, ratio
 
 
 def test_mean_of_three_right_in_four():
