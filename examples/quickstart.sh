@@ -66,6 +66,8 @@ export PATH="$ROOT/.venv/bin:$PATH"
 mkdir -p "$OUTPUT_DIR"
 OUT="$(cd "$OUTPUT_DIR" && pwd)"
 STEPS="$ROOT/examples/deepseek_v2_lite"
+# shellcheck source=signals.sh
+source "$ROOT/examples/signals.sh"
 STAGE=0 STAGES=7
 if [[ "$(cat "$OUT/mode" 2>/dev/null || echo "$MODE")" != "$MODE" ]]; then
   fail "$OUTPUT_DIR holds a run of the other kind ($(cat "$OUT/mode")): give another --output, or remove the directory"
@@ -81,7 +83,13 @@ stage() {
     return
   fi
   echo "[$STAGE/$STAGES] $name"
-  "${@:3}" || fail "stage '$name' failed; its message is above. The same command goes on from here"
+  local status=0
+  "${@:3}" || status=$?
+  if [[ -n "$SIGNALLED" && ! -e "$marker" ]]; then
+    echo "stopped on a signal in stage '$name'; the same command goes on from here" >&2
+    exit 143
+  fi
+  ((status == 0)) || fail "stage '$name' failed; its message is above. The same command goes on from here"
   [[ "$DRY_RUN" == 1 ]] && return
   [[ -e "$marker" ]] || fail "stage '$name' ended without $marker; the same command goes on from here"
   echo "[$STAGE/$STAGES] $name: $((SECONDS - started)) s"
@@ -99,10 +107,10 @@ last_checkpoint() {
 # train SCRIPT SAVE SETTINGS...: a run that left no checkpoint starts again, one that did goes on.
 train() {
   [[ -f "$2/latest_checkpointed_iteration.txt" || "$DRY_RUN" == 1 ]] || rm -rf "$2"
-  env BASE_MODEL="$OUT/base" SAVE="$2" "${@:3}" bash "$STEPS/$1"
+  attend command env BASE_MODEL="$OUT/base" SAVE="$2" "${@:3}" bash "$STEPS/$1"
 }
 
-prepare() { if [[ "$DRY_RUN" == 1 ]]; then echo "$@"; else "$@"; fi; }
+prepare() { if [[ "$DRY_RUN" == 1 ]]; then echo "$@"; else attend command "$@"; fi; }
 
 DEMO="$OUT/base/demo_data"
 stage "a small base, trained from text" "$DEMO/suite/suite.json" \
@@ -118,9 +126,9 @@ stage "upcycle pretraining: only the two new layers learn" "$(last_checkpoint "$
 stage "supervised fine-tuning on chats" "$(last_checkpoint "$OUT/sft" "${SFT_RECIPE[@]}")" \
   train sft.sh "$OUT/sft" DATA_PATH="$OUT/data/chats" PRETRAINED="$OUT/pretrain" "${SFT_RECIPE[@]}"
 stage "Hugging Face export, checked against the base" "$OUT/export/config.json" \
-  env BASE_MODEL="$OUT/base" CHECKPOINT="$OUT/sft" OUTPUT="$OUT/export" bash "$STEPS/export.sh"
+  attend command env BASE_MODEL="$OUT/base" CHECKPOINT="$OUT/sft" OUTPUT="$OUT/export" bash "$STEPS/export.sh"
 stage "scores against the base" "$OUT/evaluation/recovery.json" \
-  env BASE_MODEL="$OUT/base" MODEL="$OUT/export" SUITE="$DEMO/suite" OUTPUT="$OUT/evaluation" \
+  attend command env BASE_MODEL="$OUT/base" MODEL="$OUT/export" SUITE="$DEMO/suite" OUTPUT="$OUT/evaluation" \
   bash "$STEPS/evaluate.sh" "${EVALUATE_FLAGS[@]}"
 
 [[ "$DRY_RUN" == 1 ]] && exit 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_patch.errors import UserError
+from megatron_patch.model.architecture import DsaSettings
 
 PRETRAIN, SFT = "pretrain", "sft"
 MUON = "muon"
@@ -41,11 +42,13 @@ class ModelSettings:
     """Let code in the base's directory run (its tokenizer). Its model code never runs."""
 
     def __post_init__(self) -> None:
-        for name in ("index_topk", "index_n_heads", "index_head_dim"):
-            value = getattr(self, name)
-            _require(value > 0, f"--{name.replace('_', '-')} must be positive", value, "the default fits V2-Lite")
+        _ = self.indexer  # its own rules
         _require(self.dsa_layers > 0, "--dsa-layers must be positive", self.dsa_layers, "without one nothing trains")
         _require(self.train == "dsa", "--train base-indexers is not in this release", self.train, "use --train dsa")
+
+    @property
+    def indexer(self) -> DsaSettings:
+        return DsaSettings(self.index_topk, self.index_n_heads, self.index_head_dim)
 
 
 @dataclass
@@ -270,3 +273,8 @@ class TrainSettings:
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"
         )
+
+    @property
+    def resumes_in_place(self) -> bool:
+        """Whether --load names the run that --save goes on with."""
+        return self.start.load is not None and self.start.load.resolve() == self.output.save.resolve()

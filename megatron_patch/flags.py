@@ -105,11 +105,18 @@ def _user_error_behind(end: BaseException) -> UserError | None:
 
 
 def _first_statement(box: str) -> str:
-    """One line from tyro's box: its text up to the first rule, without the frame."""
-    lines = [line.strip("│").rstrip() for line in box.splitlines() if line.startswith("│")]
-    required = [match[1] for line in lines if (match := re.match(r"\s+(--[\w-]+|[A-Z][A-Z_]*)\b", line))]
-    if any(line.strip().startswith("Missing from") for line in lines):
-        return f"required and missing: {', '.join(required)}"
-    rule = next((i for i, line in enumerate(lines) if set(line.strip()) == {"─"}), len(lines))
-    statement = " ".join(" ".join(lines[:rule]).split())
+    """One line from tyro's box: its text up to the first rule, without title and frame.
+
+    The frame is of line-drawing characters, or of blanks and hyphens where stdout is not UTF-8.
+    """
+    lines = [line.strip("│").rstrip() for line in box.splitlines()[1:]]
+    if lines and set(lines[0].strip()) == {"-"}:  # the rule under a plain title
+        del lines[0]
+    rule = next((i for i, line in enumerate(lines) if set(line.strip()) in ({"─"}, {"-"})), len(lines))
+    lines = [line for line in lines[:rule] if line.strip()]
+    if lines and lines[0].strip().startswith("Missing from"):
+        indent = re.match(r"\s*", lines[1])[0]  # the flags'; their help stands further in
+        names = [match[1] for line in lines if (match := re.match(indent + r"(--[\w-]+|[A-Z][A-Z_]*)\b", line))]
+        return f"required and missing: {', '.join(names)}"
+    statement = " ".join(" ".join(lines).split())
     return statement.removeprefix("Error parsing ").rstrip(".") or " ".join(box.split())

@@ -1,5 +1,8 @@
 """The command line: a mistake of the user is one line, and the line leads to the right flag."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,6 +57,29 @@ def message(*argv: str, cls: type = Settings) -> str:
     text = str(caught.value)
     assert "\n" not in text and "│" not in text
     return text
+
+
+ASCII = """import sys
+from megatron_patch import errors, flags
+from megatron_patch.data.show import ShowSettings
+sys.exit(errors.run(lambda: flags.parse(ShowSettings, sys.argv[1:], "show_samples.py")))
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        ([], "error: required and missing: PATH; see show_samples.py --help"),
+        (["p", "--n", "x"], "error: --n: invalid literal for int() with base 10: 'x'; see show_samples.py --help"),
+        (["p", "--n", "-1"], "error: --n must be positive: -1; give 1 or more"),
+    ],
+)
+def test_messages_do_not_depend_on_the_terminals_encoding(encoding: str, argv: list[str], line: str) -> None:
+    """tyro frames its messages with other characters where stdout is not UTF-8."""
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", ASCII, *argv], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, line + "\n")
 
 
 def test_flags_are_flat_and_typed() -> None:

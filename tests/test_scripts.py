@@ -3,8 +3,10 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from megatron_patch.flags import parse
 ROOT = Path(__file__).parents[1]
 REAL_JOB = ROOT / "examples" / "deepseek_v2_lite"
 SCRIPTS = sorted([*ROOT.glob("examples/**/*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"])
-COMMANDS = [script for script in SCRIPTS if script.name not in ("common.sh", "run")]
+COMMANDS = [script for script in SCRIPTS if script.name not in ("common.sh", "signals.sh", "run")]
 INPUTS = {"BASE_MODEL": "b", "DATA_PATH": "d", "SUITE": "s"}
 
 
@@ -132,7 +134,9 @@ def test_a_stopped_run_goes_on(tools: Path, tmp_path: Path) -> None:
 
 
 def test_several_machines_meet_at_an_address(tools: Path) -> None:
-    command = dry_run("pretrain.sh", tools=tools, NNODES="2", NODE_RANK="1", NPROC="8", MASTER_ADDR="h", MASTER_PORT="7")
+    command = dry_run(
+        "pretrain.sh", tools=tools, NNODES="2", NODE_RANK="1", NPROC="8", MASTER_ADDR="h", MASTER_PORT="7"
+    )
     line = " ".join(command)
     assert "--standalone" not in line
     assert "--nnodes 2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint h:7 --nproc-per-node 8" in line
@@ -159,6 +163,7 @@ def test_evaluation_trusts_no_code_of_its_own_accord(tools: Path) -> None:
 
 def test_a_missing_tool_says_how_to_get_it(tmp_path: Path) -> None:
     shutil.copytree(REAL_JOB, tmp_path / "examples" / "job")  # a tree without .venv
+    shutil.copy(ROOT / "examples" / "signals.sh", tmp_path / "examples")
     done = bash(tmp_path / "examples" / "job" / "pretrain.sh", **INPUTS)
     assert done.returncode == 2
     assert "torchrun is not there" in done.stderr and "setup_env.sh" in done.stderr
@@ -203,20 +208,35 @@ def test_quickstart_is_the_real_job_made_small(journey, tools: Path, tmp_path: P
     assert sft.start.pretrained_checkpoint == out / "pretrain"
     assert sft.data.data_path == (str(out / "data" / "chats"),)
     assert pretraining.data.data_path == (str(out / "data" / "text"),)
-    order = ["demo-base", "prepare_pretrain.py", "prepare_sft.py", "pretrain_upcycle.py", "sft_upcycle.py", " export ", " evaluate "]
+    order = [
+        "demo-base",
+        "prepare_pretrain.py",
+        "prepare_sft.py",
+        "pretrain_upcycle.py",
+        "sft_upcycle.py",
+        " export ",
+        " evaluate ",
+    ]
     assert [done.stdout.index(word) for word in order] == sorted(done.stdout.index(word) for word in order)
 
 
 def test_quickstart_reuses_what_is_done(journey, tmp_path: Path) -> None:
     """A marker is what a stage publishes last; the stages after a missing one run."""
-    markers = ["base/demo_data/suite/suite.json", "data/text.json", "data/chats/meta.json", "pretrain/iter_0000006/manifest.json"]
+    markers = [
+        "base/demo_data/suite/suite.json",
+        "data/text.json",
+        "data/chats/meta.json",
+        "pretrain/iter_0000006/manifest.json",
+    ]
     for marker in markers:
         (tmp_path / "out" / marker).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / marker).write_text("{}")
     done = journey("--fast", DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done before") == len(markers)
-    assert "demo-base" not in done.stdout and "pretrain_upcycle.py" not in done.stdout and "sft_upcycle.py" in done.stdout
+    assert (
+        "demo-base" not in done.stdout and "pretrain_upcycle.py" not in done.stdout and "sft_upcycle.py" in done.stdout
+    )
 
 
 def test_quickstart_does_not_mix_fast_and_full(journey) -> None:
@@ -248,3 +268,60 @@ def test_set_up_needs_python_3_11(tmp_path: Path) -> None:
     done = bash(tmp_path / "examples" / "setup_env.sh", path=folder)
     assert done.returncode == 2
     assert "error: Python 3.11 is needed" in done.stderr and "PYTHON=" in done.stderr
+
+
+# A launcher with one worker in a session of its own, as torchrun has them; the worker saves when asked to end.
+LAUNCHER = """#!/usr/bin/env python3
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, {worker!r}], start_new_session=True))
+"""
+WORKER = """
+import pathlib, signal, sys, time
+folder = pathlib.Path({folder!r})
+def save(number, frame):
+    time.sleep(0.3)
+    with open(folder / "saved", "a") as file:
+        file.write(signal.Signals(number).name + " ")
+    sys.exit({code})
+for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+    signal.signal(getattr(signal, name), save)
+(folder / "ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent, received", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "SIGUSR1")])  # fmt: skip
+@pytest.mark.parametrize("whole_group", [False, True], ids=["kill", "ctrl-c"])
+def test_a_signal_reaches_the_worker_once_and_its_clean_end_is_the_scripts(
+    tmp_path: Path, sent: str, received: str, whole_group: bool
+) -> None:
+    done = signalled_run(tmp_path, 0, sent, whole_group)
+    assert (tmp_path / "saved").read_text() == f"{received} "
+    assert done.returncode == 0, done.stderr.read()
+
+
+def test_a_worker_that_fails_on_a_signal_fails_the_script(tmp_path: Path) -> None:
+    done = signalled_run(tmp_path, 5, "SIGTERM", False)
+    assert done.returncode == 1
+    assert "sft_upcycle.py stopped" in done.stderr.read()
+
+
+def signalled_run(folder: Path, code: int, name: str, whole_group: bool) -> subprocess.Popen:
+    """sft.sh over a stand-in for torchrun, signalled once its worker stands; ended."""
+    (folder / "worker.py").write_text(WORKER.format(folder=str(folder), code=code))
+    (folder / "torchrun").write_text(LAUNCHER.format(worker=str(folder / "worker.py")))
+    (folder / "torchrun").chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "SAVE": str(folder / "save"), **INPUTS}
+    script = subprocess.Popen(
+        ["bash", str(REAL_JOB / "sft.sh")], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (folder / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        number = getattr(signal, name)
+        os.killpg(script.pid, number) if whole_group else os.kill(script.pid, number)
+        script.wait(timeout=30)
+    finally:
+        script.kill()
+    return script

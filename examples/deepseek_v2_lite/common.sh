@@ -4,6 +4,8 @@
 # shellcheck shell=bash disable=SC2034  # the scripts read these variables
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+# shellcheck source=../signals.sh
+source "$ROOT/examples/signals.sh"
 
 # Where: processes on this machine (one per device), machines, and how they find each other.
 NPROC="${NPROC:-1}"
@@ -89,15 +91,20 @@ model_flags() {
 # A run that was stopped goes on where it stands.
 resuming() { [[ -f "$SAVE/latest_checkpointed_iteration.txt" ]]; }
 
-# launch SCRIPT FLAGS...: torchrun on this machine, or on each of NNODES machines. torchrun ends with 1 whatever the exit
-# code of the program was, after a long report.
+# launch SCRIPT FLAGS...: torchrun on this machine, or on each of NNODES machines. Signals go to the program, which saves and
+# ends with 0. After a failure torchrun ends with 1 whatever the exit code of the program was, after a long report.
 launch() {
-  local torchrun where=(--standalone)
+  local torchrun where=(--standalone) command
   torchrun="$(tool torchrun)"
   [[ "$NNODES" == 1 ]] || where=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   )
-  run_or_print "$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts 0 "$ROOT/$1" "${@:2}" && return
+  command=("$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts 0 "$ROOT/$1" "${@:2}")
+  if [[ "$DRY_RUN" == 1 ]]; then
+    run_or_print "${command[@]}"
+    return
+  fi
+  attend workers "${command[@]}" && return
   echo "error: $1 stopped; its reason is the line starting with 'error:' (or the traceback) above torchrun's report" >&2
   exit 1
 }

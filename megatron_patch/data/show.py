@@ -23,7 +23,7 @@ GREEN, GREY, RESET = "\033[1;32m", "\033[2m", "\033[0m"
 class ShowSettings:
     """Show prepared samples as the model sees them."""
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATH")]
     """A folder of prepare_sft.py, or a prefix of prepare_pretrain.py."""
     n: int = 3
     """How many samples (SFT) or rows (pretraining)."""
@@ -33,6 +33,11 @@ class ShowSettings:
     """Directory of the tokenizer; by default where the data say it was."""
     trust_remote_code: bool = False
     """Let Python code in the tokenizer's directory run."""
+
+    def __post_init__(self) -> None:
+        for name in ("n", "seq_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be positive: {getattr(self, name)}; give 1 or more")
 
 
 def show_samples(settings: ShowSettings, out: TextIO = sys.stdout) -> None:

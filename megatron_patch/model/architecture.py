@@ -43,6 +43,11 @@ class DsaSettings:
     index_n_heads: int = 64
     index_head_dim: int = 128
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be positive: {value}; the default fits V2-Lite")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -130,7 +135,7 @@ def read_config(path: str | Path) -> dict:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"a base model is a Hugging Face directory with a config.json: {str(path)!r} has none; "
+            f"a model is a Hugging Face directory with a config.json: {str(path)!r} has none; "
             "give the directory that holds config.json and the safetensors files"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -36,21 +36,21 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
         UserError: a rule of the settings, the base or the data is broken; nothing was trained.
         NonFiniteError: too many non-finite steps in a row.
     """
-    run = set_up(settings, kind, device)
-    stop = StopRequest(settings.steps.exit_duration_in_mins)
+    stop = StopRequest(settings.steps.exit_duration_in_mins)  # first: a signal while the base loads is not lost
     try:
-        return _train(run, stop)
+        run = set_up(settings, kind, device)
+        with contextlib.closing(run.metrics):
+            return _train(run, stop)
     finally:
         stop.restore()
-        run.metrics.close()
 
 
 def _train(run: Run, stop: StopRequest) -> int:
     settings, progress = run.settings, run.progress
     steps = settings.steps
     recent: deque[StepResult] = deque(maxlen=steps.log_interval)
-    failures, saved_at = 0, None
-    if progress.iteration == 0:
+    failures, saved_at = 0, progress.iteration if settings.resumes_in_place else None
+    if progress.iteration == 0 and stop.reason is None:
         _evaluate(run)
     with (
         tqdm(total=steps.train_iters, initial=progress.iteration, desc=run.identity.kind, unit="step") as bar,
@@ -83,8 +83,8 @@ def _train(run: Run, stop: StopRequest) -> int:
                 saved_at = progress.iteration
     if recent:
         _log(run, recent, rate)
-    if steps.eval_interval and progress.iteration % steps.eval_interval:
-        _evaluate(run)
+    if steps.eval_interval and progress.iteration % steps.eval_interval and stop.reason is None:
+        _evaluate(run)  # who asked for a stop wants the checkpoint now
     if saved_at != progress.iteration:
         _save(run)
     reason = f" ({stop.reason})" if progress.iteration < steps.train_iters else ""

@@ -67,7 +67,7 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     _check_one_process()
     arch = read_architecture(settings.model.base_model)
     pattern = layer_pattern(settings, arch)
-    dsa = DsaSettings(settings.model.index_topk, settings.model.index_n_heads, settings.model.index_head_dim)
+    dsa = settings.model.indexer
     if dsa.index_head_dim < arch.qk_rope_head_dim:
         raise UserError(
             f"--index-head-dim must hold the base's {arch.qk_rope_head_dim} RoPE dimensions: {dsa.index_head_dim}; raise it"
@@ -105,7 +105,7 @@ def _check_output(settings: TrainSettings) -> None:
             iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
-    if load is not None and load.resolve() == save.resolve():
+    if settings.resumes_in_place:
         return
     if save.is_dir() and any(save.iterdir()):
         resume = f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
@@ -189,9 +189,8 @@ def _assemble(
     scheduler = build_scheduler(optimizer, settings.optim, settings.steps.train_iters)
     if checkpoint is not None:
         restore_training_state(load_training_state(checkpoint), optimizer, scheduler)
-    resumes_here = checkpoint is not None and settings.start.load.resolve() == settings.output.save.resolve()
     config = _as_json(settings)
-    metrics = MetricsWriter(settings.output, config, progress.iteration if resumes_here else None)
+    metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
     atomic_write_json(
         settings.output.save / "config.json",
         {"schema": 1, "kind": kind, "settings": config, "layer_pattern": list(identity.layer_pattern), **_versions()},

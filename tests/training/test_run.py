@@ -85,6 +85,17 @@ def stop_after(settings, iterations, kind, device):
         assert train(settings, kind, device) == 0
 
 
+def test_a_signal_while_the_base_loads_is_not_lost(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    def signalled_set_up(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return setup.set_up(*args)
+
+    monkeypatch.setattr(loop, "set_up", signalled_set_up)
+    assert train(make_settings(tmp_path / "run", text_prefix), PRETRAIN, device) == 0
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "0\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the handlers were not given back"
+
+
 def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix, tmp_path):
     save = tmp_path / "run"
     settings = make_settings(
