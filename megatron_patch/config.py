@@ -56,7 +56,7 @@ class StartSettings:
     load: Path | None = None
     """Resume everything from this --save directory: weights, optimizer, schedule, RNG, data position."""
     pretrained_checkpoint: Path | None = None
-    """Start from the weights of this --save directory only (SFT starts from pretraining so)."""
+    """Start from the weights of this --save directory, or of an export, only (SFT starts from pretraining so)."""
 
     def __post_init__(self) -> None:
         both = self.load is not None and self.pretrained_checkpoint is not None

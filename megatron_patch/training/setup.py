@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patch import __version__
+from megatron_patch.checkpoint.from_export import is_export, load_export_weights
 from megatron_patch.checkpoint.load_base import load_base
 from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
 from megatron_patch.checkpoint.save import Identity, Progress, load_training_state, load_weights
@@ -101,7 +102,7 @@ def _check_output(settings: TrainSettings) -> None:
     """--save is new or empty, unless it is the run that --load resumes."""
     save, load = settings.output.save, settings.start.load
     for start in (load, settings.start.pretrained_checkpoint):
-        if start is not None:
+        if start is not None and (start is load or not is_export(start)):
             iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
@@ -174,8 +175,11 @@ def _assemble(
     if settings.start.load is not None:
         checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
         progress = Progress(**{name: getattr(manifest, name) for name in asdict(progress)})
-    elif settings.start.pretrained_checkpoint is not None:
-        load_weights(settings.start.pretrained_checkpoint, model, identity, same_kind=False)
+    elif (start := settings.start.pretrained_checkpoint) is not None:
+        if is_export(start):
+            load_export_weights(start, model, identity, arch)
+        else:
+            load_weights(start, model, identity, same_kind=False)
     steps = settings.steps
     micro_batches = micro_batches_per_step(
         steps.micro_batch_size, steps.global_batch_size, parallel_state.get_data_parallel_world_size()

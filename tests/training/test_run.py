@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_patch import errors
+from megatron_patch.checkpoint.export import export
 from megatron_patch.config import PRETRAIN, SFT
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.training import loop, setup
 from megatron_patch.training.loop import train
+from tests.checkpoint.models import DSA
+from tests.checkpoint.runs import write_run
 
 
 def rows(save, kind=None):
@@ -165,15 +168,40 @@ def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix
     assert not issubclass(NonFiniteError, UserError)
 
 
-def test_sft_starts_from_pretraining(device, make_settings, text_prefix, sft_folder, tmp_path):
+@pytest.mark.parametrize("start", ["checkpoint", "export"])
+def test_sft_starts_from_pretraining(device, make_settings, tiny_base, text_prefix, sft_folder, tmp_path, start):
     train(make_settings(tmp_path / "pre", text_prefix, lr=5e-3), PRETRAIN, device)
-    settings = make_settings(
-        tmp_path / "sft", sft_folder, pretrained_checkpoint=tmp_path / "pre", lr=0.0, min_lr=0.0, train_iters=1, seq_length=128
-    )
-    train(settings, SFT, device)
+    if start == "export":
+        export(tmp_path / "pre", tiny_base, tmp_path / "export", progress=False)
+    first = tmp_path / ("pre" if start == "checkpoint" else "export")
+    flags = {"lr": 0.0, "min_lr": 0.0, "train_iters": 1, "seq_length": 128, "pretrained_checkpoint": first}
+    train(make_settings(tmp_path / "sft", sft_folder, **flags), SFT, device)
     pre = load_file(tmp_path / "pre/iter_0000006/model.safetensors")
     sft = load_file(tmp_path / "sft/iter_0000001/model.safetensors")
     assert pre.keys() == sft.keys() and all(torch.equal(pre[key], sft[key]) for key in pre)
+
+
+@pytest.mark.parametrize(
+    "flags, spoil, message",
+    [
+        ({"index_topk": 4}, None, "an export belongs to one dsa"),
+        ({"layer_pattern": "mla*3,dsa*1"}, None, "an export belongs to one layer_pattern"),
+        ({}, "weights", "an export's files must be as written: .*model-dsa.* has changed"),
+        ({}, "manifest", "an export's manifest must be whole"),
+    ],
+)
+def test_an_export_that_does_not_fit_is_refused(
+    device, make_settings, tiny_base, text_prefix, tmp_path, flags, spoil, message
+):
+    write_run(tmp_path / "run", tiny_base)
+    export(tmp_path / "run", tiny_base, tmp_path / "export", progress=False)
+    name = {"weights": "model-dsa-00001-of-00001.safetensors", "manifest": "upcycle_manifest.json"}.get(spoil)
+    if name is not None:
+        file = next((tmp_path / "export").glob("*dsa*.safetensors")) if spoil == "weights" else tmp_path / "export" / name
+        file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
+    flags = {"index_topk": DSA.index_topk, "index_n_heads": DSA.index_n_heads, "index_head_dim": DSA.index_head_dim} | flags
+    with pytest.raises(UserError, match=message):
+        train(make_settings(tmp_path / "new", text_prefix, **flags, pretrained_checkpoint=tmp_path / "export"), PRETRAIN, device)
 
 
 REFUSED = {

@@ -1,0 +1,57 @@
+"""Training that starts from an export: the DSA layers of a Hugging Face directory, checked like a checkpoint."""
+
+import json
+from pathlib import Path
+
+from torch import nn
+
+from megatron_patch.checkpoint.export import MANIFEST_FILE
+from megatron_patch.checkpoint.load_base import LoadReport, load_trained_from_export
+from megatron_patch.checkpoint.save import Identity
+from megatron_patch.errors import UserError
+from megatron_patch.io.hashes import file_sha256
+from megatron_patch.model.architecture import Architecture
+
+
+def is_export(path: Path) -> bool:
+    """Whether `dsa-upcycle export` wrote this directory."""
+    return (path / MANIFEST_FILE).is_file()
+
+
+def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch: Architecture) -> LoadReport:
+    """Fill the trainable parameters of `model` from an export of the same base and structure.
+
+    Args:
+        export: directory that `dsa-upcycle export` wrote; its weight files are compared with their recorded hashes.
+        model: bare megatron-core model with DSA layers.
+        identity: of the run.
+        arch: the base's.
+
+    Raises:
+        UserError: the export is of another base or structure, or a weight file has changed since.
+    """
+    recorded = _read_manifest(export)
+    dsa = identity.dsa
+    wanted = {
+        "base": (identity.base_sha256, "--base-model"),
+        "layer_pattern": (list(identity.layer_pattern), "--dsa-layers"),
+        "dsa": (vars(dsa) | {"q_rank": identity.q_rank}, "the --index-* flags"),
+    }
+    for name, (value, flag) in wanted.items():
+        found = recorded["base"]["sha256"] if name == "base" else recorded[name]
+        if found != value:
+            raise UserError(f"an export belongs to one {name}: {export} has {found}, the run {value}; change {flag}")
+    for name, sha256 in recorded["files"].items():
+        if name.endswith(".safetensors") and file_sha256(export / Path(name).name) != sha256:
+            raise UserError(f"an export's files must be as written: {export / name} has changed; export it again")
+    return load_trained_from_export(model, export, arch, identity.layer_pattern)
+
+
+def _read_manifest(export: Path) -> dict:
+    file = export / MANIFEST_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        _ = content["base"]["sha256"], content["layer_pattern"], content["dsa"], content["files"].items()
+        return content
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"an export's manifest must be whole: {file}: {error}; export it again") from None
