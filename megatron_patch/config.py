@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_patch.errors import UserError
-from megatron_patch.model.architecture import DsaSettings
 
 PRETRAIN, SFT = "pretrain", "sft"
 MUON = "muon"
@@ -42,13 +41,8 @@ class ModelSettings:
     """Let code in the base's directory run (its tokenizer). Its model code never runs."""
 
     def __post_init__(self) -> None:
-        _ = self.indexer  # its own rules
         _require(self.dsa_layers > 0, "--dsa-layers must be positive", self.dsa_layers, "without one nothing trains")
         _require(self.train == "dsa", "--train base-indexers is not in this release", self.train, "use --train dsa")
-
-    @property
-    def indexer(self) -> DsaSettings:
-        return DsaSettings(self.index_topk, self.index_n_heads, self.index_head_dim)
 
 
 @dataclass

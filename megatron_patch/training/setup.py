@@ -68,7 +68,7 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     _check_one_process()
     arch = read_architecture(settings.model.base_model)
     pattern = layer_pattern(settings, arch)
-    dsa = settings.model.indexer
+    dsa = DsaSettings(settings.model.index_topk, settings.model.index_n_heads, settings.model.index_head_dim)
     if dsa.index_head_dim < arch.qk_rope_head_dim:
         raise UserError(
             f"--index-head-dim must hold the base's {arch.qk_rope_head_dim} RoPE dimensions: {dsa.index_head_dim}; raise it"
