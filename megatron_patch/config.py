@@ -168,10 +168,14 @@ class PrecisionSettings:
     """Recompute the DSA layers in the backward pass. (Not in this release.)"""
     deterministic: bool = False
     """Only deterministic kernels; an operation without one is an error."""
+    peak_tflops: float | None = None
+    """Declared peak of one device in TFLOP/s, at the run's dtype: the log then shows the share reached (MFU)."""
 
     def __post_init__(self) -> None:
         available = self.dsa_backend in ("auto", "reference")
         _require(available, "this release has the DSA backends auto and reference", self.dsa_backend, "use one of them")
+        peak = self.peak_tflops
+        _require(peak is None or peak > 0, "--peak-tflops must be positive", peak, "give the device's data sheet's value")
         _require(not self.recompute_dsa, "--recompute-dsa is not in this release", True, "leave it out")
 
 

@@ -69,7 +69,7 @@ def _train(run: Run, stop: StopRequest) -> int:
             else:
                 run.scheduler.step(increment=1)
                 recent.append(result)
-            bar.set_postfix(loss=f"{result.lm_loss:.3f}", kl=f"{result.indexer_kl:.3f}", refresh=False)
+            bar.set_postfix(_postfix(run, result), refresh=False)
             bar.update()
             if profiler is not None:
                 profiler.step()
@@ -97,6 +97,24 @@ def stage_at(settings: TrainSettings, iteration: int) -> str:
     return DENSE if iteration < settings.optim.indexer_warmup_iters else SPARSE
 
 
+def _postfix(run: Run, result: StepResult) -> dict[str, str]:
+    """What stands behind the progress bar."""
+    shown = {"loss": f"{result.lm_loss:.3f}", "kl": f"{result.indexer_kl:.3f}"}
+    share = _mfu(run, _tflops(run, result.flops, result.seconds))
+    return shown if share is None else shown | {"mfu": f"{share:.1%}"}
+
+
+def _tflops(run: Run, flops: float, seconds: float) -> float:
+    """TFLOP/s of one device."""
+    return flops / seconds / 1e12 / run.step.ranks
+
+
+def _mfu(run: Run, tflops: float) -> float | None:
+    """The share of --peak-tflops; None where no peak is declared."""
+    peak = run.settings.precision.peak_tflops
+    return None if peak is None else tflops / peak
+
+
 def _log(run: Run, results: deque[StepResult], rate: float) -> None:
     """A row of means over the steps since the last row."""
 
@@ -104,6 +122,7 @@ def _log(run: Run, results: deque[StepResult], rate: float) -> None:
         return math.fsum(getattr(result, name) for result in results) / len(results)
 
     seconds, tokens = mean("seconds"), mean("tokens")
+    tflops = _tflops(run, mean("flops"), seconds)
     run.metrics.write(
         "train",
         iteration=run.progress.iteration,
@@ -119,6 +138,8 @@ def _log(run: Run, results: deque[StepResult], rate: float) -> None:
         peak_memory_mb=run.device.peak_memory_mb(),
         skipped=run.progress.skipped,
         stage=run.state.stage,
+        tflops_per_device=tflops,
+        mfu=_mfu(run, tflops),
     )
 
 

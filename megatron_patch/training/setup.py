@@ -31,6 +31,7 @@ from megatron_patch.model.freeze import freeze_base, frozen_sha256
 from megatron_patch.model.initialize import initialize_dsa_layers
 from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_pattern, format_pattern, parse_layer_pattern
 from megatron_patch.ops.backends import choose_backend
+from megatron_patch.planning.flops import FlopsCounter
 from megatron_patch.training.data import RunData, build_data
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter
@@ -199,6 +200,7 @@ def _assemble(
         settings.output.save / "config.json",
         {"schema": 1, "kind": kind, "settings": config, "layer_pattern": list(identity.layer_pattern), **_versions()},
     )
+    flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa)
     dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
     return Run(
         settings=settings,
@@ -207,7 +209,7 @@ def _assemble(
         state=state,
         optimizer=optimizer,
         scheduler=scheduler,
-        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff),
+        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff, flops),
         heldout=HeldoutEvaluation(model, state, data.heldout, dsa_layers, device),
         data=data,
         micro_batches=micro_batches,

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_patch.data.batch import PackedBatch
 from megatron_patch.devices.device import Device
 from megatron_patch.model.builder import forward_pack
-from megatron_patch.model.dsa_state import DsaState
+from megatron_patch.model.dsa_state import DENSE, DsaState
+from megatron_patch.planning.flops import FlopsCounter
 from megatron_patch.training.optimizer import gradients_are_finite
 
 
@@ -24,7 +25,7 @@ class StepResult:
     """What one step did. Losses are means over the tokens of the global batch, in nats.
 
     `indexer_kl` and `index_recall` are means over DSA layers too; `grad_norm` is before clipping. A skipped step
-    changed no parameter.
+    changed no parameter. `flops` are the model's, over all ranks (`planning.flops`).
     """
 
     lm_loss: float
@@ -34,6 +35,7 @@ class StepResult:
     tokens: int
     seconds: float
     skipped: bool
+    flops: int
 
 
 class TrainStep:
@@ -49,6 +51,7 @@ class TrainStep:
         state: the DSA layers'.
         device: activated.
         coefficient: weight of the indexers' KL; 0 leaves their gradients zero.
+        flops: counts the model's FLOPs.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class TrainStep:
         state: DsaState,
         device: Device,
         coefficient: float,
+        flops: FlopsCounter,
     ):
         self.model, self.optimizer, self.state, self.device = model, optimizer, state, device
-        self.coefficient = coefficient
+        self.coefficient, self.flops = coefficient, flops
         self.forward_backward = get_forward_backward_func()
         self.ranks = parallel_state.get_data_parallel_world_size()
         self.group = parallel_state.get_data_parallel_group()
@@ -73,8 +77,13 @@ class TrainStep:
             stage: of the DSA layers, "dense" or "sparse".
         """
         start = time.perf_counter()
-        supervised, real = self._sum(
-            [sum(float(b.loss_mask.sum()) for b in batches), sum(int(b.valid.sum()) for b in batches)]
+        lengths = [n for b in batches for n in b.cu_seqlens.diff().tolist()]
+        supervised, real, flops = self._sum(
+            [
+                sum(float(b.loss_mask.sum()) for b in batches),
+                sum(int(b.valid.sum()) for b in batches),
+                self.flops(lengths, stage == DENSE).total,
+            ]
         )
         self.model.train()
         self.model.zero_grad_buffer()
@@ -89,7 +98,8 @@ class TrainStep:
         grad_norm = float("nan") if skipped else float(self.optimizer.step()[1])
         kl, recall = self._mean_over_ranks(self.state.means() or (float("nan"), float("nan")))
         self.device.synchronize()
-        return StepResult(lm_loss, kl, recall, grad_norm, int(real), time.perf_counter() - start, skipped)
+        seconds = time.perf_counter() - start
+        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops))
 
     def _run(self, batches: list[PackedBatch], loss_scale: float) -> list[Tensor]:
         """Forward and backward of all micro-batches; returns each one's summed LM loss."""

@@ -102,7 +102,7 @@ def test_a_signal_while_the_base_loads_is_not_lost(device, make_settings, text_p
 def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix, tmp_path):
     save = tmp_path / "run"
     settings = make_settings(
-        save, text_prefix, eval_interval=3, save_interval=2, keep_last=2, tensorboard_dir=tmp_path / "tb"
+        save, text_prefix, eval_interval=3, save_interval=2, keep_last=2, tensorboard_dir=tmp_path / "tb", peak_tflops=2.0
     )
     train(settings, PRETRAIN, device)
     assert sorted(p.name for p in save.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
@@ -120,6 +120,7 @@ def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix
     trained = rows(save, "train")
     assert [row["iteration"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert all(0 < row["index_recall"] <= 1 and row["indexer_kl"] >= 0 for row in trained)
+    assert all(row["tflops_per_device"] > 0 and row["mfu"] == row["tflops_per_device"] / 2 for row in trained)
     weights = load_file(save / "iter_0000006/model.safetensors")
     assert all(name.startswith(("decoder.layers.3.", "decoder.layers.4.")) for name in weights)
 

@@ -1,0 +1,77 @@
+"""Model FLOPs of a training step whose base is frozen: what the maths needs, recomputation not counted.
+
+A matrix product costs 2 FLOPs per weight and token in the forward pass, 2 more for the gradient of its input and 2 more
+for that of its weight. The frozen base needs the first alone, the frozen head above the DSA layers the first two, the DSA
+layers all three, but their indexers hand no gradient to their inputs. Counted are matrix products; norms, softmax, RoPE and the embedding's look-up are not.
+Source of the accounting: PaLM (Chowdhery et al., arXiv 2204.02311, appendix B), which counts nothing frozen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patch.model.architecture import Architecture, DsaSettings
+from megatron_patch.model.layer_pattern import DSA
+from megatron_patch.planning.parameters import parts
+
+_NOT_PRODUCTS = ("embedding", "norms")
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one step, over all ranks."""
+
+    frozen: int
+    dsa: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.dsa + self.head
+
+
+class FlopsCounter:
+    """Counts the FLOPs of steps of one model.
+
+    Args:
+        arch: the base.
+        pattern: attention of each layer, bottom to top.
+        dsa: sizes of the indexers.
+    """
+
+    def __init__(self, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings):
+        self._arch, self._dsa = arch, dsa
+        self._base_layers = sum(kind != DSA for kind in pattern)
+        self._dsa_layers = len(pattern) - self._base_layers
+        found = [part for part in parts(arch, pattern, dsa) if part.name not in _NOT_PRODUCTS]
+        self._head = sum(part.active for part in found if part.name == "head")
+        self._indexer = sum(part.active for part in found if part.name == "indexer")
+        self._trained = sum(part.active for part in found if part.trainable) - self._indexer
+        self._frozen = sum(part.active for part in found if not part.trainable) - self._head
+
+    def __call__(self, lengths: Sequence[int], dense: bool) -> StepFlops:
+        """FLOPs of a step over documents of these lengths.
+
+        Args:
+            lengths: tokens of each document of the global batch.
+            dense: the indexer's warm-up, in which DSA layers attend to all keys.
+        """
+        tokens = sum(lengths)
+        causal = sum(n * (n + 1) // 2 for n in lengths)  # (query, key) pairs
+        topk = self._dsa.index_topk
+        chosen = causal if dense else sum(_selected_pairs(n, topk) for n in lengths)
+        # Scores and values: 2 FLOPs per pair, head and dimension.
+        pair = 2 * self._arch.num_heads * (self._arch.qk_head_dim + self._arch.v_head_dim)
+        index_pair = 2 * self._dsa.index_n_heads * self._dsa.index_head_dim
+        return StepFlops(
+            frozen=2 * self._frozen * tokens + self._base_layers * pair * causal,
+            dsa=2 * (3 * self._trained + 2 * self._indexer) * tokens
+            + 3 * self._dsa_layers * (pair * chosen + index_pair * causal),
+            head=2 * 2 * self._head * tokens,
+        )
+
+
+def _selected_pairs(length: int, topk: int) -> int:
+    """Sum over queries of min(keys before it and itself, topk)."""
+    full = max(length - topk, 0)
+    rising = length - full
+    return rising * (rising + 1) // 2 + full * topk
