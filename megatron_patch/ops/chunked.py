@@ -34,7 +34,7 @@ from megatron_patch.ops.reference import DsaOutput, Stage, select_topk, selectio
 
 # Of one chunk's workspace. On a CPU, products of a few dozen rows are as fast as larger ones.
 CHUNK_BYTES = 64 * 2**20
-_PAIR_BYTES = 40  # of a query and a key, without heads: scores, masks, and the sort's copies and int64 positions
+PAIR_BYTES = 40  # of a query and a key, without heads: scores, masks, and the sort's copies and int64 positions
 
 
 def dsa_attention(
@@ -89,7 +89,7 @@ def chunk_rows(num_keys: int, heads: int, index_heads: int, element_bytes: int =
         index_heads: 0 for the backward pass, which has no index scores.
         element_bytes: 4 for fp32, 8 for fp64.
     """
-    per_row = num_keys * (element_bytes * (index_heads + 2 * heads) + _PAIR_BYTES)
+    per_row = num_keys * (element_bytes * (index_heads + 2 * heads) + PAIR_BYTES)
     return max(1, min(num_keys, CHUNK_BYTES // per_row))
 
 
@@ -189,11 +189,10 @@ class _ChunkedDsa(torch.autograd.Function):
     def backward(ctx, d_out, d_kl, *_):
         if torch.is_grad_enabled():  # once_differentiable would let a constant d_out pass, and drop the second gradient
             raise RuntimeError("the chunked DSA op has no second derivative: call backward without create_graph=True")
-        *attention, indices = ctx.saved_tensors[:4]
-        d_index = ctx.saved_tensors[4:]
+        query, key, value, indices, *d_index = ctx.saved_tensors  # once: under checkpoint a second reading is an error
         d_attention = (None, None, None)
         if d_out is not None and ctx.call.attention_learns:
-            d_attention = _attention_gradients(d_out, *attention, indices, ctx.call)
+            d_attention = _attention_gradients(d_out, query, key, value, indices, ctx.call)
         if d_kl is None or not d_index:
             return *d_attention, None, None, None, None
         return *d_attention, *((x * d_kl).to(dtype) for x, dtype in zip(d_index, ctx.index_dtypes, strict=True)), None
@@ -271,6 +270,7 @@ def _attention_gradients(
         d_query[rows] = d_query_HCD.transpose(0, 1)
         query_HCD = wide(query[rows]).transpose(0, 1)
         d_key_HTD[:, keys].baddbmm_(d_logit_HCK.transpose(1, 2), query_HCD, alpha=call.softmax_scale)
+        del prob_HCK, d_logit_HCK  # before the next chunk's are made
     d_key, d_value = (
         x.transpose(0, 1).to(like.dtype).contiguous() for x, like in ((d_key_HTD, key), (d_value_HTV, value))
     )
