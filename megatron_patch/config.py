@@ -163,7 +163,8 @@ class PrecisionSettings:
     device: Literal["cpu", "cuda", "npu"] | None = None
     """Default: CUDA where there is a GPU, else the CPU."""
     dsa_backend: Literal["auto", "reference", "chunked", "npu"] = "auto"
-    """Implementation of the DSA op; auto takes the device's best, and the choice is printed."""
+    """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
+    definition, whose memory grows with the square of a document's length. (npu: not in this release.)"""
     recompute_dsa: bool = False
     """Recompute the DSA layers in the backward pass. (Not in this release.)"""
     deterministic: bool = False
@@ -172,8 +173,9 @@ class PrecisionSettings:
     """Declared peak of one device in TFLOP/s, at the run's dtype: the log then shows the share reached (MFU)."""
 
     def __post_init__(self) -> None:
-        available = self.dsa_backend in ("auto", "reference")
-        _require(available, "this release has the DSA backends auto and reference", self.dsa_backend, "use one of them")
+        available = self.dsa_backend in ("auto", "reference", "chunked")
+        rule = "this release has the DSA backends auto, reference and chunked"
+        _require(available, rule, self.dsa_backend, "use one of them")
         peak = self.peak_tflops
         _require(peak is None or peak > 0, "--peak-tflops must be positive", peak, "give the device's data sheet's value")
         _require(not self.recompute_dsa, "--recompute-dsa is not in this release", True, "leave it out")

@@ -1,1 +1,1 @@
-"""DSA mathematics on plain tensors, torch only: `reference.py` is the definition, `rope.py` the rotary embeddings."""
+"""DSA mathematics on plain tensors, torch only: `reference.py` is the definition, `chunked.py` what trains, `rope.py` RoPE."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.ops import reference
+from megatron_patch.ops import chunked, reference
 
 AUTO = "auto"
 
@@ -23,9 +23,15 @@ class DsaBackend:
     attention: Callable[..., reference.DsaOutput]
 
 
-BACKENDS = {backend.name: backend for backend in (DsaBackend("reference", ("cpu", "cuda"), reference.dsa_attention),)}
-# What "auto" means on each device: the fastest backend that is tested there.
-_AUTO = {"cpu": "reference", "cuda": "reference"}
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        DsaBackend("reference", ("cpu", "cuda"), reference.dsa_attention),
+        DsaBackend("chunked", ("cpu", "cuda"), chunked.dsa_attention),
+    )
+}
+# What "auto" means on each device: the best backend that this release has for it.
+_AUTO = {"cpu": "chunked", "cuda": "chunked"}
 
 
 def choose_backend(name: str, device_type: str) -> DsaBackend:

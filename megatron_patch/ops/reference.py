@@ -31,8 +31,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_patch.ops.checks import check_inputs, check_selection
+
 Stage = Literal["dense", "sparse"]
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class DsaOutput(NamedTuple):
@@ -88,9 +89,9 @@ def dsa_attention(
         ValueError: shapes, dtypes, `cu_seqlens` or a forced selection that break the above; a forced selection that is
             empty for some query, or holds a future position or another document's.
     """
-    ends = _check(query, key, value, index_query, index_key, index_weights, cu_seqlens, topk, stage, counted)
+    ends = check_inputs(query, key, value, index_query, index_key, index_weights, cu_seqlens, topk, stage, counted)
     if indices is not None:
-        _check_selection(indices, cu_seqlens)
+        check_selection(indices, cu_seqlens)
     longest = max(end - begin for begin, end in pairwise(ends))
     slots = min(topk, longest) if indices is None else indices.shape[1]
 
@@ -126,7 +127,7 @@ def index_scores(index_query: Tensor, index_key: Tensor, index_weights: Tensor) 
     Returns:
         [Q, K], fp32 (fp64 for fp64 inputs).
     """
-    q_QJE, k_KE, w_QJ = _wide(index_query), _wide(index_key), _wide(index_weights)
+    q_QJE, k_KE, w_QJ = wide(index_query), wide(index_key), wide(index_weights)
     match_QJK = torch.einsum("qje,ke->qjk", q_QJE, k_KE).relu()
     return torch.einsum("qj,qjk->qk", w_QJ, match_QJK)
 
@@ -179,12 +180,12 @@ def _one_document(
         chosen_NS = torch.nn.functional.pad(chosen_NS, (0, slots - chosen_NS.shape[1]), value=-1)
     else:
         chosen_NS = forced_NS
-    selected_NN = _as_mask(chosen_NS, n)  # S_t, eq. (2)
+    selected_NN = selection_mask(chosen_NS, n)  # S_t, eq. (2)
     attended_NN = selected_NN if stage == "sparse" else causal_NN
 
-    logit_HNN = torch.einsum("qhd,khd->hqk", _wide(query), _wide(key)) * softmax_scale
+    logit_HNN = torch.einsum("qhd,khd->hqk", wide(query), wide(key)) * softmax_scale
     prob_HNN = logit_HNN.masked_fill(~attended_NN, float("-inf")).softmax(-1)
-    out_NHV = torch.einsum("hqk,khv->qhv", prob_HNN, _wide(value)).to(value.dtype)
+    out_NHV = torch.einsum("hqk,khv->qhv", prob_HNN, wide(value)).to(value.dtype)
 
     target_NN = prob_HNN.detach().sum(0)
     target_NN = target_NN / target_NN.sum(-1, keepdim=True)
@@ -203,82 +204,13 @@ def _one_document(
     return out_NHV, kl_N.sum(), recall_N.sum(), pack_NS
 
 
-def _as_mask(chosen_QS: Tensor, num_keys: int) -> Tensor:
-    """Selected positions with -1 padding -> bool [Q, num_keys]."""
+def selection_mask(chosen_QS: Tensor, num_keys: int) -> Tensor:
+    """Selected positions int64 [Q, S] with -1 padding -> bool [Q, num_keys]."""
     spare = torch.where(chosen_QS >= 0, chosen_QS, num_keys)  # padding goes to one column more, which is cut off
     mask = torch.zeros(chosen_QS.shape[0], num_keys + 1, dtype=torch.bool, device=chosen_QS.device)
     return mask.scatter_(1, spare, True)[:, :num_keys]
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In the precision of the maths: fp32, or fp64 where `x` is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _form(x: Tensor) -> str:
-    return f"{x.dtype} {tuple(x.shape)}"
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
-    cu_seqlens: Tensor,
-    topk: int,
-    stage: str,
-    counted: Tensor | None,
-) -> list[int]:
-    """Refuse what the maths would silently broadcast; returns `cu_seqlens` as a list."""
-    if query.dim() != 3 or key.shape != query.shape or value.dim() != 3 or value.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            "query and key must be [T, H, D] and value [T, H, V]: "
-            f"got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
-        )
-    t = query.shape[0]
-    if index_query.dim() != 3 or index_key.dim() != 2 or index_weights.dim() != 2:
-        wrong = True
-    else:
-        heads, dims = index_query.shape[1:]
-        wrong = index_query.shape[0] != t or index_key.shape != (t, dims) or index_weights.shape != (t, heads)
-    if wrong:
-        raise ValueError(
-            f"index_query must be [T, J, E], index_key [T, E], index_weights [T, J] with T = {t}: "
-            f"got {tuple(index_query.shape)}, {tuple(index_key.shape)}, {tuple(index_weights.shape)}"
-        )
-    if not all(x.is_floating_point() for x in (query, key, value, index_query, index_key)):
-        raise ValueError("query, key, value, index_query and index_key must be floating point")
-    if index_weights.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"index_weights must be float32: got {index_weights.dtype}; index scores are not rounded")
-    if counted is not None and (counted.shape != (t,) or counted.dtype != torch.bool):
-        raise ValueError(f"counted must be bool [T] with T = {t}: got {_form(counted)}")
-    if topk < 1:
-        raise ValueError(f"topk must be at least 1: got {topk}")
-    if stage not in ("dense", "sparse"):
-        raise ValueError(f"stage must be 'dense' or 'sparse': got {stage!r}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in _INTEGERS or t == 0:
-        raise ValueError(f"cu_seqlens must be int32 [n + 1] and T > 0: got {_form(cu_seqlens)}, T = {t}")
-    ends = cu_seqlens.tolist()
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != t or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens must start at 0, never decrease and end at T = {t}: got {ends[:8]}")
-    return ends
-
-
-def _check_selection(indices: Tensor, cu_seqlens: Tensor) -> None:
-    """A forced selection must be causal, inside the document, ascending, -1 at the tail, and never empty."""
-    t = int(cu_seqlens[-1])
-    if indices.dim() != 2 or indices.shape[0] != t or indices.shape[1] < 1 or indices.dtype not in _INTEGERS:
-        raise ValueError(f"indices must be int32 [T, S] with T = {t}: got {_form(indices)}")
-    position_T = torch.arange(t, device=indices.device)
-    last_document_begin = torch.searchsorted(cu_seqlens.to(indices.device).long(), position_T, right=True) - 1
-    begin_T1 = cu_seqlens.to(indices.device)[last_document_begin][:, None]
-    used_TS = indices >= 0
-    outside = used_TS & ((indices < begin_T1) | (indices > position_T[:, None]))
-    if bool(outside.any()):
-        row = int(outside.any(1).nonzero()[0])
-        keys = indices[row].tolist()[:8]
-        raise ValueError(f"a selected key is in the future or in another document: query {row} has {keys}")
-    ascending = (indices[:, 1:] > indices[:, :-1]) | (indices[:, 1:] == -1)
-    if not bool(used_TS[:, 0].all() and ascending.all() and (indices >= -1).all()):
-        raise ValueError("each row of indices must be ascending and distinct, -1 only at the tail, one key at least")

@@ -12,6 +12,9 @@ from megatron_patch.planning.parameters import Part
 GRADIENT_BYTES = 4  # DDP's buffer is fp32, and holds all trainable parameters also with a distributed optimizer
 ADAM_BYTES = 8  # two moments, fp32
 MAIN_COPY_BYTES = 4  # fp32 weights beside bf16 ones
+# Of ops/chunked.py, written out again since planning works without torch; a test holds the two together.
+CHUNK_BYTES = 64 * 2**20
+CHUNK_PAIR_BYTES = 40
 
 
 @dataclass
@@ -169,29 +172,49 @@ def logit_bytes(arch: Architecture, layout: Layout, work: Work) -> int:
 
 
 def activation_bytes(arch: Architecture, dsa: DsaSettings, dsa_layers: int, layout: Layout, work: Work) -> int:
-    """What autograd keeps for the DSA layers, and the DSA op's workspace in one of them. An estimate.
+    """What the DSA layers take besides weights: what autograd keeps for each, and the op's workspace in one of them.
 
-    Frozen layers keep nothing: autograd starts at the first trainable one. Per token and DSA layer, with w bytes an
-    activation (D hidden, H heads, Q/V their sizes, R = D query latent, C key-value latent, J x E index heads,
-    k experts of F a token, S the shared experts' size):
-
-        norms     (4 + w)(2 D + R + C)         input in fp32, normalised value
-        linears   w (2 D + R + C + H V)        inputs of the projections
-        op        4 H (2 Q + V) + w (J E + E) + 4 (J E + E)
-        experts   w k (D + 6 F) + 5 w S        permuted input, gate-up, activation, product, weighted product
-
-    The reference op keeps for every pair of a query and a key of one document 4 (J + H) + 11 bytes, and its backward
-    needs 8 max(J, H) more in one layer; the worst case, one document as long as the sample, is assumed.
+    Frozen layers take nothing: autograd starts at the first trainable one.
     """
     if dsa_layers == 0:
         return 0
+    return dsa_layers * kept_bytes(arch, dsa, layout, work) + workspace_bytes(arch, dsa, layout, work)
+
+
+def kept_bytes(arch: Architecture, dsa: DsaSettings, layout: Layout, work: Work) -> int:
+    """What autograd keeps for the backward pass of one DSA layer with the chunked op. An estimate.
+
+    Per token, with w bytes an activation (D hidden, H heads, Q/V their sizes, R = D query latent, C key-value latent,
+    J x E index heads, k experts of F a token, S the shared experts' size):
+
+        norms     (4 + w)(2 D + R + C)         input in fp32, normalised value
+        linears   w (2 D + R + C + H V)        inputs of the projections
+        op        w H (2 Q + V)                query, key, value
+                  4 (J E + E + J)              the indexer's gradients, which the forward pass finishes
+                  4 index_topk                 selected positions
+        experts   w k (D + 6 F) + 5 w S        permuted input, gate-up, activation, product, weighted product
+    """
     w, hidden, heads = work.width, arch.hidden_size, arch.num_heads // layout.tp
-    index = dsa.index_n_heads * dsa.index_head_dim + dsa.index_head_dim
     shared = arch.moe_ffn_size * arch.num_shared_experts // layout.tp
     latents = 2 * hidden + hidden + arch.kv_lora_rank
     per_token = (4 + w) * latents + w * (latents + heads * arch.v_head_dim)
-    per_token += 4 * heads * (2 * arch.qk_head_dim + arch.v_head_dim) + (w + 4) * index
+    per_token += w * _attention_numbers(arch, layout)
+    per_token += 4 * (dsa.index_n_heads * (dsa.index_head_dim + 1) + dsa.index_head_dim)
+    per_token += 4 * min(dsa.index_topk, work.seq_length)
     per_token += w * arch.experts_per_token * (hidden + 6 * arch.moe_ffn_size) + 5 * w * shared
-    pairs = work.micro_batch_size * work.seq_length**2 // layout.cp
-    kept = dsa_layers * (4 * (dsa.index_n_heads + heads) + 11)
-    return dsa_layers * per_token * work.tokens // layout.cp + pairs * (kept + 8 * max(dsa.index_n_heads, heads))
+    return per_token * work.tokens // layout.cp
+
+
+def workspace_bytes(arch: Architecture, dsa: DsaSettings, layout: Layout, work: Work) -> int:
+    """The chunked op's own: a chunk of queries, and the gradients of query, key and value in fp32.
+
+    The worst case is assumed, one document as long as the sample. A chunk is one query at least.
+    """
+    per_query = work.seq_length * (4 * (dsa.index_n_heads + 2 * arch.num_heads // layout.tp) + CHUNK_PAIR_BYTES)
+    chunk = max(per_query, min(CHUNK_BYTES, work.seq_length * per_query))
+    return chunk + 4 * _attention_numbers(arch, layout) * work.tokens // layout.cp
+
+
+def _attention_numbers(arch: Architecture, layout: Layout) -> int:
+    """In query, key and value of one token: H (2 Q + V)."""
+    return arch.num_heads // layout.tp * (2 * arch.qk_head_dim + arch.v_head_dim)

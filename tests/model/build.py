@@ -25,13 +25,14 @@ def tiny_model(
     std: float = 0.1,
     aux_loss_coeff: float = 0.0,
     freeze: bool = True,
+    backend: str = "auto",
     **config_overrides,
 ):
     """(model, state, pattern), base loaded, DSA layers initialised, base frozen."""
     arch = read_architecture(base)
     pattern = appended_pattern(arch.num_layers, dsa_layers)
     build = BuildSettings(dtype=dtype, aux_loss_coeff=aux_loss_coeff)
-    model, state = build_model(arch, pattern, dsa, build, choose_backend("auto", "cpu"), **config_overrides)
+    model, state = build_model(arch, pattern, dsa, build, choose_backend(backend, "cpu"), **config_overrides)
     load_base(model, base, arch, pattern, progress=False)
     initialize_dsa_layers(model, pattern, init, std=std, seed=3)
     if freeze:

@@ -1,9 +1,9 @@
-"""The definition of DSA against plain Python loops, and its gradients against finite differences."""
+"""What DSA is, of each backend: plain Python loops beside it, and finite differences beside its gradients."""
 
 import pytest
 import torch
 
-from megatron_patch.ops.reference import dsa_attention, index_scores
+from megatron_patch.ops.reference import index_scores
 
 from .inputs import NAMES, as_sets, by_hand, make_inputs
 
@@ -13,7 +13,7 @@ SCALE = 0.37
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 @pytest.mark.parametrize("topk", [1, 3, 50])
 @pytest.mark.parametrize("lengths", [[9], [1, 7, 4], [3, 0, 5]])
-def test_equals_plain_loops(stage, topk, lengths):
+def test_equals_plain_loops(dsa_attention, stage, topk, lengths):
     """Without it the equations could be anything: forward, KL, recall and sets, all stages, packed and not."""
     inputs = make_inputs(lengths)
     result = dsa_attention(**inputs, topk=topk, softmax_scale=SCALE, stage=stage)
@@ -36,7 +36,7 @@ def test_scores_are_equation_one():
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_gradients_of_out_by_finite_differences(stage):
+def test_gradients_of_out_by_finite_differences(dsa_attention, stage):
     inputs = make_inputs([5, 3])
     fixed = {n: inputs[n].detach() for n in NAMES[3:]}
 
@@ -48,7 +48,7 @@ def test_gradients_of_out_by_finite_differences(stage):
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_gradients_of_kl_by_finite_differences(stage):
+def test_gradients_of_kl_by_finite_differences(dsa_attention, stage):
     """The set is held fixed: it is no function one can differentiate, and a step could flip a near-tie."""
     inputs = make_inputs([5, 3])
     fixed = {n: inputs[n].detach() for n in NAMES[:3]}
@@ -64,7 +64,7 @@ def test_gradients_of_kl_by_finite_differences(stage):
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_kl_gradient_has_its_closed_form(stage):
+def test_kl_gradient_has_its_closed_form(dsa_attention, stage):
     """d KL / d I = softmax(I) - p: what faster backends compute. One index head of weight 1 makes I visible."""
     inputs = make_inputs([6], index_heads=1, index_dim=6)
     score = (torch.rand(6, 6, dtype=torch.float64) + 0.1).requires_grad_()  # relu(score) = score
@@ -86,7 +86,7 @@ def test_kl_gradient_has_its_closed_form(stage):
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_each_loss_reaches_its_own_parameters_only(stage):
+def test_each_loss_reaches_its_own_parameters_only(dsa_attention, stage):
     """The indexer must learn from the KL alone and the model from the language loss alone (report, section 2.1)."""
     inputs = make_inputs([6, 4])
     result = dsa_attention(**inputs, topk=3, softmax_scale=SCALE, stage=stage)
@@ -98,7 +98,7 @@ def test_each_loss_reaches_its_own_parameters_only(stage):
     assert not result.index_recall.requires_grad and not result.indices.requires_grad
 
 
-def test_topk_of_all_keys_is_dense_attention():
+def test_topk_of_all_keys_is_dense_attention(dsa_attention):
     """With k >= length nothing is left out, so both stages and torch's own attention agree, and recall is 1."""
     inputs = make_inputs([11], dtype=torch.float32)
     sparse = dsa_attention(**inputs, topk=11, softmax_scale=SCALE)
@@ -111,7 +111,7 @@ def test_topk_of_all_keys_is_dense_attention():
     assert sparse.index_recall.item() == pytest.approx(11, rel=1e-6)
 
 
-def test_sparse_is_dense_attention_with_a_mask():
+def test_sparse_is_dense_attention_with_a_mask(dsa_attention):
     inputs = make_inputs([12], dtype=torch.float32)
     result = dsa_attention(**inputs, topk=4, softmax_scale=SCALE)
     mask = torch.zeros(12, 12, dtype=torch.bool)
@@ -123,7 +123,7 @@ def test_sparse_is_dense_attention_with_a_mask():
     assert result.index_recall.item() < 12 - 1e-3
 
 
-def test_kl_survives_a_probability_of_zero():
+def test_kl_survives_a_probability_of_zero(dsa_attention):
     """0 * log 0 = 0: an attention so sharp that other keys underflow must give a finite KL and finite gradients."""
     inputs = make_inputs([8], dtype=torch.float32)
     for stage in ("dense", "sparse"):
@@ -133,7 +133,7 @@ def test_kl_survives_a_probability_of_zero():
         assert all(g.isfinite().all() for g in gradients)
 
 
-def test_bf16_is_fp32_rounded_once():
+def test_bf16_is_fp32_rounded_once(dsa_attention):
     """bf16 inputs are exact fp32 numbers: the result is the fp32 one, `out` rounded at the very end, the rest not."""
     low = make_inputs([10], dtype=torch.bfloat16)
     high = {n: x.detach().float() if x.is_floating_point() else x for n, x in low.items()}
@@ -168,7 +168,7 @@ def _change(**changes):
         (lambda i: i | {"stage": "warmup"}, "stage must be"),
     ],
 )
-def test_refuses_what_would_broadcast(broken, message):
+def test_refuses_what_would_broadcast(dsa_attention, broken, message):
     inputs = {"topk": 2, "softmax_scale": SCALE, **make_inputs([4, 3])}
     with pytest.raises(ValueError, match=message):
         dsa_attention(**broken(inputs))

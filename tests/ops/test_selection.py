@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_patch.ops.reference import dsa_attention, select_topk
+from megatron_patch.ops.reference import select_topk
 
 from .inputs import NAMES, as_sets, make_inputs
 
@@ -29,7 +29,7 @@ def test_negative_zero_ties_with_zero():
     assert select_topk(torch.tensor([[0.0, -0.0, 0.0, -0.0]]), 2).tolist() == [[2, 3]]
 
 
-def test_nan_is_not_hidden():
+def test_nan_is_not_hidden(dsa_attention):
     """A NaN score must reach the loss; dropping the key would let a broken indexer train on in silence."""
     assert select_topk(torch.tensor([[1.0, float("nan"), 2.0]]), 1).tolist() == [[1]]
     inputs = make_inputs([5])
@@ -64,7 +64,7 @@ def test_padding_changes_nothing(left, right, seed):
 
 
 @pytest.mark.parametrize("zero", ["index_query", "index_key", "index_weights"])
-def test_zero_indexer_is_a_sliding_window(zero):
+def test_zero_indexer_is_a_sliding_window(dsa_attention, zero):
     """All scores equal: the k newest keys, with gradients recorded or not (torch.topk's order would be arbitrary)."""
     inputs = make_inputs([4, 9], dtype=torch.float32)
     inputs[zero] = torch.zeros_like(inputs[zero]).requires_grad_()
@@ -76,7 +76,7 @@ def test_zero_indexer_is_a_sliding_window(zero):
     assert torch.equal(with_grad, without)
 
 
-def test_grad_and_no_grad_choose_alike_with_many_ties():
+def test_grad_and_no_grad_choose_alike_with_many_ties(dsa_attention):
     """A public run had gradient norms of 392 because its two forwards chose differently."""
     inputs = make_inputs([40], dtype=torch.float32, index_heads=1)
     inputs["index_query"] = inputs["index_query"].detach().round().requires_grad_()
@@ -88,7 +88,7 @@ def test_grad_and_no_grad_choose_alike_with_many_ties():
     assert torch.equal(a.indices, b.indices) and torch.equal(a.out, b.out)
 
 
-def test_forced_selection_is_used():
+def test_forced_selection_is_used(dsa_attention):
     """Replaying recorded indices must give the recorded result; another set must give another one."""
     inputs = make_inputs([6, 5])
     own = dsa_attention(**inputs, topk=3, softmax_scale=1.0)
@@ -101,7 +101,7 @@ def test_forced_selection_is_used():
     assert other.indices.tolist() == window.tolist() and other.indices.dtype == torch.int32
 
 
-def test_forced_selection_has_no_effect_on_the_dense_stages_output():
+def test_forced_selection_has_no_effect_on_the_dense_stages_output(dsa_attention):
     inputs = make_inputs([6])
     newest = torch.arange(6)[:, None]
     own = dsa_attention(**inputs, topk=3, softmax_scale=1.0, stage="dense")
@@ -122,7 +122,7 @@ def test_forced_selection_has_no_effect_on_the_dense_stages_output():
         ([[0], [1], [2]], "indices must be int32"),
     ],
 )
-def test_forced_selection_is_checked(rows, message):
+def test_forced_selection_is_checked(dsa_attention, rows, message):
     """A selected future or foreign key is a defect, always; here documents are [0, 1] and [2, 3]."""
     inputs = make_inputs([2, 2])
     with pytest.raises(ValueError, match=message):
@@ -134,7 +134,7 @@ def test_k_must_be_positive():
         select_topk(torch.zeros(1, 3), 0)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_left_alone(dsa_attention):
     inputs = make_inputs([5])
     before = {n: inputs[n].detach().clone() for n in NAMES}
     dsa_attention(**inputs, topk=2, softmax_scale=1.0)

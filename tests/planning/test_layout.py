@@ -12,19 +12,23 @@ from megatron_patch.model.architecture import Architecture, DsaSettings, read_ar
 from megatron_patch.model.layer_pattern import appended_pattern
 from megatron_patch.planning import report
 from megatron_patch.planning.layout import (
+    CHUNK_BYTES,
+    CHUNK_PAIR_BYTES,
     Bytes,
     Layout,
     PlanParallel,
     Work,
-    activation_bytes,
     bytes_per_device,
+    kept_bytes,
     make_layout,
     stage_of,
+    workspace_bytes,
 )
 from megatron_patch.planning.parameters import parts
 from tests.planning.test_parameters import V2_LITE
 
 WORK = Work(4096, 1, 2)
+ALONE = Layout(1, 1, 1, 1, 1, 1, 1, False)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,7 @@ def test_sizes_must_be_positive() -> None:
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_estimate_against_what_autograd_keeps(device, tmp_path: Path, dtype: torch.dtype, stage: str) -> None:
-    """The formula, without the backward's workspace, within a tenth of the bytes that a forward saves."""
+    """The formula, within a tenth of the bytes that a forward saves."""
     from megatron_patch.model.builder import forward_pack
     from tests.model.build import tiny_model
     from tests.tiny import make_tiny_base
@@ -145,9 +149,22 @@ def test_estimate_against_what_autograd_keeps(device, tmp_path: Path, dtype: tor
     logits = tokens * arch.vocab_size * 4  # kept for the loss; counted elsewhere
     measured = sum(t.untyped_storage().nbytes() for t in kept.values()) - logits
     work = Work(tokens, 1, torch.finfo(dtype).bits // 8)
-    workspace = tokens**2 * 8 * 4
-    estimate = activation_bytes(arch, dsa, 2, Layout(1, 1, 1, 1, 1, 1, 1, False), work) - workspace
+    estimate = 2 * kept_bytes(arch, dsa, ALONE, work)
     assert estimate == pytest.approx(measured, rel=0.1)
+
+
+def test_workspace_is_the_chunked_ops(v2_lite: Architecture) -> None:
+    """Its own constants and choice of rows; a layout that splits the heads splits their part."""
+    from megatron_patch.ops import chunked
+
+    assert (CHUNK_BYTES, CHUNK_PAIR_BYTES) == (chunked.CHUNK_BYTES, chunked.PAIR_BYTES)
+    heads, numbers = 16, 16 * (2 * 192 + 128)
+    for tokens in (16, 4096):
+        rows = chunked.chunk_rows(tokens, heads, DsaSettings().index_n_heads)
+        row = tokens * (4 * (DsaSettings().index_n_heads + 2 * heads) + CHUNK_PAIR_BYTES)
+        got = workspace_bytes(v2_lite, DsaSettings(), ALONE, Work(tokens, 1, 2)) - 4 * numbers * tokens
+        assert rows * row <= got < (rows + 1) * row
+    assert rows < 4096  # a chunk is a part there
 
 
 def read_plan(tmp_path: Path, **kwargs) -> dict:

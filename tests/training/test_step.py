@@ -11,7 +11,8 @@ from megatron_patch.training.step import TrainStep
 from tests.model.build import tiny_model
 
 
-def NO_FLOPS(lengths, dense):  # noqa: N802  (a stand-in for a counter)
+def no_flops(lengths, dense) -> StepFlops:
+    """Stands in for a counter."""
     return StepFlops(0, 0, 0)
 
 
@@ -41,7 +42,7 @@ def gradients(base, device: Device, per_batch: int, stage: str, make_settings, t
     settings = make_settings(tmp_path, "unused", optimizer="sgd", lr=0.0, min_lr=0.0, clip_grad=0.0).optim
     ddp = wrap_ddp(model, use_distributed_optimizer=False)
     optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)
-    step = TrainStep(ddp, optimizer, state, device, coefficient, NO_FLOPS)
+    step = TrainStep(ddp, optimizer, state, device, coefficient, no_flops)
     # Unequal supervised counts: a mean of micro-batch means would weigh tokens unequally.
     result = step(batches([(30, 3), (40, 20), (22, 1), (35, 9)], per_batch), stage)
     grads = {name: p.main_grad.clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -95,7 +96,7 @@ def test_no_optimizer_state_for_frozen_parameters(
     settings = make_settings(tmp_path, "unused").optim
     ddp = wrap_ddp(model, distributed_optimizer)
     optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=distributed_optimizer)
-    TrainStep(ddp, optimizer, state, device, 1.0, NO_FLOPS)(batches([(30, 3)], 1), "sparse")
+    TrainStep(ddp, optimizer, state, device, 1.0, no_flops)(batches([(30, 3)], 1), "sparse")
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     moments = sum(
         tensor.numel()
@@ -142,7 +143,7 @@ def test_muon_takes_matrices_and_adam_the_rest(device, tiny_base, make_settings,
         matrix = "norm" not in name and "router" not in name and ".indexer." not in name
         assert kind == ("Muon" if matrix else "AdamW"), name
     before = {name: p.clone() for name, p in model.named_parameters()}
-    result = TrainStep(ddp, optimizer, state, device, 1.0, NO_FLOPS)(batches([(30, 3), (40, 20)], 1), "sparse")
+    result = TrainStep(ddp, optimizer, state, device, 1.0, no_flops)(batches([(30, 3), (40, 20)], 1), "sparse")
     assert result.grad_norm > 0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved <= set(taken) and any(taken[name] == "Muon" for name in moved)

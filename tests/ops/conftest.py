@@ -1,0 +1,20 @@
+"""The ops under test: what the definition must satisfy, every implementation must."""
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_patch.ops import chunked
+from megatron_patch.ops.backends import BACKENDS
+
+# The documents of these tests fit into one chunk: cut into rows, they show what happens from one chunk to the next.
+_ROWS = {"chunked, rows of 1": 1, "chunked, rows of 4": 4}
+
+
+@pytest.fixture(params=[*BACKENDS, *_ROWS])
+def dsa_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Each backend's op in turn."""
+    if request.param in _ROWS:
+        monkeypatch.setattr(chunked, "chunk_rows", lambda *sizes: _ROWS[request.param])
+        return chunked.dsa_attention
+    return BACKENDS[request.param].attention
