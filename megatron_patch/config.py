@@ -166,7 +166,7 @@ class PrecisionSettings:
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
     definition, whose memory grows with the square of a document's length. (npu: not in this release.)"""
     recompute_dsa: bool = False
-    """Recompute the DSA layers in the backward pass. (Not in this release.)"""
+    """Keep the inputs of the DSA layers only, and compute the layers again in the backward pass: less memory, more time."""
     deterministic: bool = False
     """Only deterministic kernels; an operation without one is an error."""
     peak_tflops: float | None = None
@@ -178,7 +178,6 @@ class PrecisionSettings:
         _require(available, rule, self.dsa_backend, "use one of them")
         peak = self.peak_tflops
         _require(peak is None or peak > 0, "--peak-tflops must be positive", peak, "give the device's data sheet's value")
-        _require(not self.recompute_dsa, "--recompute-dsa is not in this release", True, "leave it out")
 
 
 @dataclass

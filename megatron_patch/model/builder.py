@@ -41,6 +41,7 @@ class BuildSettings:
     dtype: torch.dtype = torch.float32
     aux_loss_coeff: float = 0.0
     expert_parallel: int = 1
+    recompute_dsa: bool = False
 
 
 def megatron_config(
@@ -194,6 +195,7 @@ def _layer_spec(
     if is_dsa:
         attention.params |= {"architecture": arch, "dsa": dsa, "state": state, "backend": backend}
         layer.params = {"q_rank": arch.hidden_size, "aux_loss_coeff": build.aux_loss_coeff, "state": state}
+        layer.params["recompute"] = build.recompute_dsa
     return layer
 
 

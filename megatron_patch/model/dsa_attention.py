@@ -78,7 +78,7 @@ class DsaSelfAttention(MLASelfAttention):
             positions_in_documents(cu_seqlens), self.architecture.qk_rope_head_dim, **asdict(self.architecture.rope)
         )
         index = self.indexer(hidden_states.squeeze(1), q_latent, cos, sin)
-        counted = self.state.counted
+        counted, record = self.state.counted, self.state.recorded
         result = self.backend.attention(
             query,
             key,
@@ -91,7 +91,10 @@ class DsaSelfAttention(MLASelfAttention):
             softmax_scale=self.softmax_scale,
             stage=self.state.stage,
             counted=counted,
+            indices=record.indices if self.state.replays else None,
         )
+        if record is not None:
+            record.indices = result.indices
         tokens = query.size(0) if counted is None else int(counted.sum())
         self.state.report(self.layer_number - 1, result.indexer_kl, result.index_recall, tokens)
         output = result.out.flatten(1)

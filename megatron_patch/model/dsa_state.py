@@ -1,11 +1,27 @@
 """What the training step tells the DSA layers, and what they report back."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 DENSE, SPARSE = "dense", "sparse"
+
+
+@dataclass
+class Recorded:
+    """What a layer's forward pass over one micro-batch depended on, so that it can be run again, for its gradients.
+
+    By then the state may be another micro-batch's. The selection is kept too: scores that differ in the last digits, as
+    kernels that sum in any order give them, could choose other keys the second time.
+    """
+
+    stage: str
+    kl_grad_scale: float
+    counted: Tensor | None
+    indices: Tensor | None = None
 
 
 @dataclass
@@ -18,6 +34,8 @@ class DsaState:
             the global batch, times the factors that megatron-core divides by. Zero outside training.
         counted: bool [T], the real (non-padding) tokens of the micro-batch at hand; None: all.
         bypassed: layers (0-based, global numbers) that pass their input through: participation, and the base's loss.
+        recorded: where the layer that runs leaves its selection; None: nobody asks.
+        replays: whether the layer that runs does so a second time, from `recorded`, and reports nothing.
         kl_sum, recall_sum, tokens: per layer, sums since `reset`, fp64 on the device of the layer.
     """
 
@@ -25,6 +43,8 @@ class DsaState:
     kl_grad_scale: float = 0.0
     counted: Tensor | None = None
     bypassed: frozenset[int] = frozenset()
+    recorded: Recorded | None = None
+    replays: bool = False
     kl_sum: dict[int, Tensor] = field(default_factory=dict)
     recall_sum: dict[int, Tensor] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
@@ -35,8 +55,23 @@ class DsaState:
         self.recall_sum.clear()
         self.tokens.clear()
 
+    @contextlib.contextmanager
+    def recording(self, record: Recorded, *, again: bool) -> Iterator[None]:
+        """Run a layer into `record`, or (`again`) from it; afterwards the state is as it was."""
+        names = ("stage", "kl_grad_scale", "counted", "recorded", "replays")
+        before = {name: getattr(self, name) for name in names}
+        self.stage, self.kl_grad_scale, self.counted = record.stage, record.kl_grad_scale, record.counted
+        self.recorded, self.replays = record, again
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
     def report(self, layer: int, kl: Tensor, recall: Tensor, tokens: int) -> None:
-        """Add a layer's sums over one micro-batch."""
+        """Add a layer's sums over one micro-batch; those of a pass that is run again stand already."""
+        if self.replays:
+            return
         self.kl_sum[layer] = self.kl_sum.get(layer, 0) + kl.detach().double()
         self.recall_sum[layer] = self.recall_sum.get(layer, 0) + recall.detach().double()
         self.tokens[layer] = self.tokens.get(layer, 0) + tokens

@@ -75,6 +75,8 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
             f"--index-head-dim must hold the base's {arch.qk_rope_head_dim} RoPE dimensions: {dsa.index_head_dim}; raise it"
         )
     torch.manual_seed(settings.steps.seed)
+    if settings.precision.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so; read at its first use
     torch.use_deterministic_algorithms(settings.precision.deterministic)
     initialize_distributed(device, settings.steps.seed)
     model, state = _build(settings, arch, pattern, dsa, device)
@@ -131,6 +133,7 @@ def _build(
     build = BuildSettings(
         dtype=torch.bfloat16 if settings.precision.bf16 else torch.float32,
         aux_loss_coeff=settings.optim.moe_aux_loss_coeff,
+        recompute_dsa=settings.precision.recompute_dsa,
     )
     model, state = build_model(arch, pattern, dsa, build, backend)
     load_base(model, settings.model.base_model, arch, pattern)

@@ -40,6 +40,7 @@ FORMS = {
     "muon": {"optimizer": "muon"},
     "bf16, muon": {"bf16": True, "optimizer": "muon"},
     "sft": {"kind": SFT},
+    "recompute": {"recompute_dsa": True, "moe_aux_loss_coeff": 0.01},
 }
 
 
@@ -224,7 +225,6 @@ REFUSED = {
     "base missing": ({"base_model": "/nonexistent"}, "has none; give the directory that holds config.json"),
     "data missing": ({"data_path": "/nonexistent/x"}, "not readable|missing"),
     "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto, reference and chunked"),
-    "recompute": ({"recompute_dsa": True}, "--recompute-dsa is not in this release"),
     "profile": ({"profile_steps": "5:2"}, "--profile-steps must be A:B"),
     "muon, distributed optimizer": (
         {"optimizer": "muon", "use_distributed_optimizer": True},
