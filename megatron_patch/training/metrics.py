@@ -2,12 +2,13 @@
 
 import json
 import math
+import secrets
 from pathlib import Path
 
 from megatron_patch.config import OutputSettings
 from megatron_patch.io.publish import atomic_write_text
 
-METRICS, PLOT = "metrics.jsonl", "loss.png"
+METRICS, PLOT, WANDB_ID = "metrics.jsonl", "loss.png", "wandb_run_id"
 # One row of metrics.jsonl, as interface fixes it; a value that a kind does not have is null.
 FIELDS = (
     "kind",
@@ -51,17 +52,27 @@ class MetricsWriter:
         if settings.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(settings.tensorboard_dir), purge_step=resume_at)
+            purge = None if resume_at is None else resume_at + 1  # the first step that is hidden
+            self._tensorboard = SummaryWriter(str(settings.tensorboard_dir), purge_step=purge)
         if settings.wandb_project is not None and settings.wandb_mode != "disabled":
-            import wandb
+            self._wandb = self._start_wandb(settings, config)
 
-            self._wandb = wandb.init(
-                project=settings.wandb_project,
-                mode=settings.wandb_mode,
-                dir=str(self.save),
-                config=config,
-                settings=wandb.Settings(silent=True),
-            )
+    def _start_wandb(self, settings: OutputSettings, config: dict):
+        """A wandb run under --save; a resumed run goes on with the same one."""
+        import wandb
+
+        file = self.save / WANDB_ID
+        run_id = file.read_text().strip() if file.exists() else secrets.token_hex(4)
+        atomic_write_text(file, run_id + "\n")
+        return wandb.init(
+            project=settings.wandb_project,
+            id=run_id,
+            resume="allow",
+            mode=settings.wandb_mode,
+            dir=str(self.save),
+            config=config,
+            settings=wandb.Settings(silent=True),
+        )
 
     def write(self, kind: str, **values) -> None:
         """Add a row; fields of `FIELDS` that are not given are null, further ones are kept, non-finite is null."""

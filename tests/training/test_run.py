@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_patch import errors
 from megatron_patch.checkpoint.export import export
@@ -124,6 +125,21 @@ def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix
     assert all(row["tflops_per_device"] > 0 and row["mfu"] == row["tflops_per_device"] / 2 for row in trained)
     weights = load_file(save / "iter_0000006/model.safetensors")
     assert all(name.startswith(("decoder.layers.3.", "decoder.layers.4.")) for name in weights)
+
+
+def test_wandb_offline_and_tensorboard_hold_the_rows(device, make_settings, text_prefix, tmp_path):
+    """A resumed run goes on with the same wandb run, and both logs hold each step once."""
+    save = tmp_path / "run"
+    flags = {"wandb_project": "demo", "tensorboard_dir": tmp_path / "tb", "eval_interval": 3, "seq_length": 128}
+    stop_after(make_settings(save, text_prefix, **flags), 4, PRETRAIN, device)
+    train(make_settings(save, text_prefix, **flags, load=save), PRETRAIN, device)
+    offline = list((save / "wandb").glob("offline-run-*"))
+    assert len(offline) == 2 and len({folder.name.rsplit("-", 1)[1] for folder in offline}) == 1
+    assert all(list(folder.glob("run-*.wandb")) for folder in offline)
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/lm_loss")]
+    expected = [(row["iteration"], pytest.approx(row["lm_loss"], rel=1e-6)) for row in rows(save, "train")]
+    assert losses == expected and [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_frozen_weight_that_moved_stops_the_run(device, make_settings, text_prefix, tmp_path):
