@@ -47,10 +47,10 @@ export OMP_NUM_THREADS DEVICE="${DEVICE:-}" DRY_RUN="${DRY_RUN:-0}" HF_HUB_OFFLI
 [[ -t 2 ]] || export TQDM_MININTERVAL="${TQDM_MININTERVAL:-10}"
 # Machines without a home directory: libraries want somewhere to write their caches.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$ROOT/.venv/cache/matplotlib}" HF_HOME="${HF_HOME:-$ROOT/.venv/cache/huggingface}"
-PRETRAIN_RECIPE=(TRAIN_ITERS=200 LR=2e-3 MIN_LR=1e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=100
+PRETRAIN_RECIPE=(OPTIMIZER=muon TRAIN_ITERS=200 LR=2e-3 MIN_LR=1e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=100
   EVAL_INTERVAL=50 EVAL_ITERS=10 SAVE_INTERVAL=50)
-# The needle was learned with Muon at these values; AdamW was not tried on it. Short chats, so many a step.
-SFT_RECIPE=(OPTIMIZER=muon TRAIN_ITERS=450 LR=4e-3 MIN_LR=3e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=300
+# Short chats, so many a step. The head that finds the needle forms while attention is still dense.
+SFT_RECIPE=(OPTIMIZER=muon TRAIN_ITERS=450 LR=4e-3 MIN_LR=3e-4 LR_WARMUP_ITERS=20 INDEXER_WARMUP_ITERS=280
   MICRO_BATCH_SIZE=24 GLOBAL_BATCH_SIZE=24 EVAL_INTERVAL=150 EVAL_ITERS=4 SAVE_INTERVAL=150)
 DEMO_FLAGS=() EVALUATE_FLAGS=()
 if [[ "$MODE" == fast ]]; then

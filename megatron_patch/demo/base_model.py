@@ -9,6 +9,8 @@ from torch import Tensor
 
 SHARDS = 2
 EMBEDDING_STD = 1.0
+MARK = 4.0  # first dimension of every token's embedding: what a query or key that is the same for all tokens can read
+LOOK_BACK = 1.5  # how sharply the first head starts to look at the token before
 OUTPUT_SCALE = 0.35  # 1/sqrt(2 * layers): each block starts as a small correction of the stream
 ROPE_SCALING = {
     "type": "yarn",
@@ -93,6 +95,7 @@ def initialize(model: torch.nn.Module, seed: int) -> None:
     """Fresh weights from `seed`: matrices with a standard deviation of 1/sqrt(inputs), smaller where a block writes.
 
     transformers' 0.02 suits a hidden size of thousands; at 128 attention starts nearly flat and recall is learned late.
+    One head of the first layer looks back from the start, see `_look_back`.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -103,6 +106,27 @@ def initialize(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         else:
             parameter.fill_(1.0)
+    _look_back(model)
+
+
+@torch.no_grad()
+def _look_back(model: torch.nn.Module) -> None:
+    """Let head 0 of layer 0 start by attending to the token before, whatever the tokens are.
+
+    Recall is built on such a head (induction, Olsson et al., arXiv 2209.11895), and with weights that start at random it
+    appears after some hundred steps, or not in a demo's training at all. Starting a head near what trained models have
+    is mimetic initialisation (Trockman and Kolter, arXiv 2305.09828). Query and key read the embeddings' mark alone;
+    RoPE turns pair i of a key at distance d by -w_i*d against the query's, so a query turned ahead by -w_i fits d = 1.
+    """
+    config, attention = model.config, model.model.layers[0].self_attn
+    rope, frequency = config.qk_rope_head_dim, model.model.rotary_emb.inv_freq
+    model.model.embed_tokens.weight[:, 0] = MARK
+    head = attention.q_proj.weight[: config.qk_nope_head_dim + rope]  # rows of head 0: content, then rotated dims
+    shared_key = attention.kv_a_proj_with_mqa.weight[-rope:]
+    head.zero_()
+    shared_key.zero_()
+    head[-rope:, 0] = LOOK_BACK * torch.stack([frequency.cos(), -frequency.sin()], dim=-1).flatten()
+    shared_key[::2, 0] = LOOK_BACK
 
 
 def per_expert_state(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron_patch.demo.tasks import TASKS, Message, conversation
 
-SMALLEST_SIZE = 1.0  # lists are drawn between this share and the stage's
+SMALLEST_SIZE = 0.2  # lists are drawn between this share of the suite's size and the whole: short ones are learned first
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class BaseTraining:
     Attributes:
         steps: optimizer steps.
         text_rows, chat_rows: rows of a step.
-        lengths: tokens of a row, before and after `grown`.
-        grown: share of the steps after which lists have their full size; they grow from `first_size` of it until then.
+        length: tokens of a row.
         muon_rate, adam_rate: learning rates at their height, of attention and MLP matrices, and of everything else.
+        weight_decay: of the matrices that Muon trains. Without it the residual stream grows until a new layer on top reads the
+            tokens in it badly.
         decay_from: share of the steps after which the rates fall.
         balance: weight of the load-balancing loss, which keeps every routed expert in use.
     """
@@ -31,20 +32,14 @@ class BaseTraining:
     steps: int
     text_rows: int = 2
     chat_rows: int = 6
-    lengths: tuple[int, int] = (208, 208)
-    grown: float = 0.5
-    first_size: float = 1.0
+    length: int = 208
     muon_rate: float = 5e-3
     adam_rate: float = 2e-3
+    weight_decay: float = 0.2
     warmup_steps: int = 40
     decay_from: float = 0.5
     balance: float = 0.01
     seed: int = 1234
-
-    def stage(self, step: int) -> tuple[int, float]:
-        """(tokens of a row, largest size of a list as a share of the full one) at a step."""
-        done = step / self.steps / self.grown
-        return self.lengths[int(done > 1.0)], min(1.0, self.first_size + (1 - self.first_size) * done)
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates: linear warm-up, constant until `decay_from`, then linear down to 2%."""
@@ -82,9 +77,8 @@ def batches(tokenizer, texts: Sequence[str], settings: BaseTraining) -> Iterator
     rng = random.Random(settings.seed)
     stream = encode_documents(tokenizer, texts)
     tasks = [task for task in TASKS if task.taught_to_base]
-    for step in range(settings.steps):
-        length, size = settings.stage(step)
-        width = length + 1
+    width = settings.length + 1
+    for _ in range(settings.steps):
         starts = [rng.randrange(len(stream) - width) for _ in range(settings.text_rows)]
         rows = [stream[start : start + width].tolist() for start in starts]
         counted = [[True] * width for _ in rows]
@@ -93,7 +87,7 @@ def batches(tokenizer, texts: Sequence[str], settings: BaseTraining) -> Iterator
             said: list[bool] = []
             while len(ids) < width:  # fill the row; what does not fit is cut
                 task = rng.choices(tasks, [task.base_weight for task in tasks])[0]
-                chat = conversation(task, rng, texts, rng.uniform(SMALLEST_SIZE, size))
+                chat = conversation(task, rng, texts, rng.uniform(SMALLEST_SIZE, 1.0))
                 new_ids, new_said = encode_conversation(tokenizer, chat)
                 ids += new_ids
                 said += new_said
@@ -143,7 +137,7 @@ def optimizers(model: nn.Module, settings: BaseTraining) -> list[torch.optim.Opt
     taken = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
     return [
-        torch.optim.Muon(matrices, lr=settings.muon_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=settings.muon_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=settings.adam_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True),
     ]
 

@@ -19,7 +19,7 @@ from megatron_patch.demo.tasks import TASKS, WHOLE_PIECES, suite_row
 from megatron_patch.demo.tokenizer import BOS_ID, EOS_ID, VOCABULARY_SIZE, train_pieces, write_tokenizer
 from megatron_patch.io.publish import atomic_directory
 
-FULL = BaseTraining(steps=1000)
+FULL = BaseTraining(steps=800)
 FAST = BaseTraining(steps=20, text_rows=2, chat_rows=2)
 CONVERSATIONS = 6000
 SCORED_ROWS = 100  # per task, for the table at the end; the suite holds more

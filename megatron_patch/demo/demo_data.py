@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_patch.demo.corpus import Corpus
-from megatron_patch.demo.tasks import TASKS, conversation, suite_row
+from megatron_patch.demo.tasks import TASKS, continuation, conversation, suite_row
 
 SUITE_ROWS = 200  # per task: a standard error of at most 3.6 points
 HELD_OUT_TOKENS = 256
+PROSE_SHARE = 0.08  # of the conversations: without them fine-tuning costs the model its prose
 
 
 def write_demo_data(
@@ -18,14 +19,21 @@ def write_demo_data(
     """Write `pretrain.jsonl`, `sft.jsonl` and `suite/` into an existing directory.
 
     Args:
-        conversations: number of fine-tuning conversations, dealt out by the tasks' `sft_weight`.
+        conversations: number of fine-tuning conversations: `PROSE_SHARE` of them continue a passage, the others are dealt
+            out by the tasks' `sft_weight`.
         rows: scored rows per task.
     """
     rng = random.Random(seed)
     write_jsonl(directory / "pretrain.jsonl", ({"text": text} for text in [*corpus.added, *corpus.base]))
-    chosen = rng.choices(TASKS, weights=[task.sft_weight for task in TASKS], k=conversations)
     passages = [*corpus.base, *corpus.added]
-    write_jsonl(directory / "sft.jsonl", ({"messages": conversation(task, rng, passages)} for task in chosen))
+    weights = [task.sft_weight for task in TASKS]
+
+    def chat() -> list:
+        if rng.random() < PROSE_SHARE:
+            return continuation(rng, passages)
+        return conversation(rng.choices(TASKS, weights)[0], rng, passages)
+
+    write_jsonl(directory / "sft.jsonl", ({"messages": chat()} for _ in range(conversations)))
     suite = directory / "suite"
     suite.mkdir()
     for task in TASKS:

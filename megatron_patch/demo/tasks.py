@@ -1,4 +1,4 @@
-"""Chat tasks with exact answers. Four are taught to the base; `needle` is left for supervised fine-tuning.
+"""Chat tasks with exact answers. Five are taught to the base; `needle` is left for supervised fine-tuning.
 
 A conversation states its material, then asks many short questions about it: dense supervision from few tokens.
 Every instance belongs to the suite or to training by a hash of its content, so the two never share one.
@@ -30,6 +30,7 @@ PAIRS = 16  # in a list of pairs
 LISTED = 24  # words in a plain list
 COPIED = 12
 PASSAGE_WORDS = 26  # with the instruction, more than 32 words stand between the last pair and the first question
+CONTINUED_WORDS = 45
 SUITE_SHARE = 5  # one instance in five is kept for the suite
 
 Message = dict[str, str]
@@ -82,10 +83,10 @@ def _lookup(rng: random.Random, passage: str, size: float) -> tuple[str, list[Tu
 
 def _needle(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
     del size
-    digit = str(rng.randrange(10))
-    words = [word for word in passage.split() if not any(character.isdigit() for character in word)]
-    words.insert(rng.randint(1, 4), digit)
-    return " ".join(words), [("Say the number.", digit)]
+    thing = rng.choice(THINGS)
+    words = [word for word in passage.split() if not any(other in word.lower() for other in THINGS)]
+    words.insert(rng.randint(1, 4), thing)
+    return " ".join(words), [("Say the thing.", thing)]
 
 
 def _following(rng: random.Random, passage: str, size: float) -> tuple[str, list[Turn]]:
@@ -126,16 +127,16 @@ TASKS = (
     Task("following", _following, 1 / 24, True, True, 2.0, 0.8, "the word after a given word in a list"),
     Task("copy", _copy, 0.0, True, False, 2.0, 0.8, "repeat a few words"),
     Task("successor", _successor, 0.0, True, False, 0.5, 0.7, "the number after a given one"),
-    Task("larger", _larger, 0.5, True, False, 0.5, 0.7, "the larger of two numbers"),
+    Task("larger", _larger, 0.5, True, False, 0.3, 0.7, "the larger of two numbers"),
     Task(
         "needle",
         _needle,
-        0.1,
+        1 / len(THINGS),
         False,
         True,
         0.0,
         15.0,
-        "the one number among the first words of a passage",
+        "the one thing among the first words of a passage",
     ),
 )
 
@@ -169,6 +170,16 @@ def conversation(task: Task, rng: random.Random, passages: list[str], size: floa
     return _messages(first, turns)
 
 
+def continuation(rng: random.Random, passages: list[str]) -> list[Message]:
+    """A chat about prose: the user begins a passage, the assistant goes on. Never scored; it keeps the prose alive."""
+    words = _passage(rng, passages, CONTINUED_WORDS).split()
+    begun = CONTINUED_WORDS // 3
+    return [
+        {"role": "user", "content": f"Go on: {' '.join(words[:begun])}"},
+        {"role": "assistant", "content": " ".join(words[begun:])},
+    ]
+
+
 def suite_row(task: Task, rng: random.Random, passages: list[str], earlier: int = 3) -> dict:
     """A scored row: the material, up to `earlier` answered turns, one open question and its answer."""
     first, turns = instance(task, rng, passages, suite=True)
@@ -184,10 +195,10 @@ def _messages(first: str, turns: list[Turn]) -> list[Message]:
     return messages
 
 
-def _passage(rng: random.Random, passages: list[str]) -> str:
-    """`PASSAGE_WORDS` words in a row, from one of the passages that have so many."""
+def _passage(rng: random.Random, passages: list[str], count: int = PASSAGE_WORDS) -> str:
+    """`count` words in a row, from one of the passages that have so many."""
     words: list[str] = []
-    while len(words) < PASSAGE_WORDS:
+    while len(words) < count:
         words = rng.choice(passages).split()
-    start = rng.randint(0, len(words) - PASSAGE_WORDS)
-    return " ".join(words[start : start + PASSAGE_WORDS])
+    start = rng.randint(0, len(words) - count)
+    return " ".join(words[start : start + count])

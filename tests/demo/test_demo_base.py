@@ -14,7 +14,7 @@ from megatron_patch.demo.base_model import build_model, initialize, per_expert_s
 from megatron_patch.demo.base_training import BaseTraining, RouterLoad
 from megatron_patch.errors import UserError
 
-FEW = BaseTraining(steps=5, text_rows=1, chat_rows=1, lengths=(96, 96))
+FEW = BaseTraining(steps=5, text_rows=1, chat_rows=1, length=96)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,12 @@ def test_demo_data_is_complete(base):
         assert all(row["messages"][-1]["role"] == "user" and row["answer"] for row in scored)
     assert sum(not task["taught_to_base"] for task in suite["tasks"]) == 1
     chats = [row["messages"] for row in rows[data / "sft.jsonl"]]
-    new = sum(chat[2]["content"] == "Say the number." for chat in chats)
+    new = sum(chat[2:3] != [] and chat[2]["content"] == "Say the thing." for chat in chats)
     assert 0.2 < new / len(chats) < 0.9  # taught here, beside the other tasks
+    prose = [chat for chat in chats if chat[0]["content"].startswith("Go on: ")]
+    assert 0.05 < len(prose) / len(chats) < 0.11
+    held_out = " ".join(row["text"] for row in rows[data / "suite" / "heldout.jsonl"])
+    assert not any(chat[1]["content"] in " ".join(held_out.split()) for chat in prose)
     openings = {chat[0]["content"].split("\n")[0] for chat in chats}
     assert not openings & {row["messages"][0]["content"].split("\n")[0] for row in rows[data / "suite" / "needle.jsonl"]}
 
@@ -105,6 +109,19 @@ def test_a_filled_output_is_refused_and_left_alone(tmp_path):
     with pytest.raises(UserError, match="not empty"):
         demo_base.run(tmp_path, fast=True, training=FEW)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@torch.no_grad()
+def test_one_head_starts_by_looking_at_the_token_before():
+    config = published_config(1024, 0, 1)
+    model = build_model(config)
+    model.set_attn_implementation("eager")
+    for seed in (0, 1):
+        initialize(model, seed)
+        tokens = torch.randint(1024, (1, 100), generator=torch.Generator().manual_seed(seed))
+        attention = model(tokens, output_attentions=True).attentions[0][0]  # [heads, queries, keys]
+        before = attention.diagonal(-1, dim1=1, dim2=2).mean(-1)
+        assert before[0] > 0.5 and (before[1:] < 0.1).all()
 
 
 def test_balance_loss_is_one_when_even_and_more_when_not():
