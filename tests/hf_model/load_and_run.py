@@ -29,6 +29,10 @@ def main(directory: str, tokens_file: str, output: str) -> None:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
     cached = model.generate(ids, **options, eos_token_id=None)
     plain = model.generate(ids, **options, eos_token_id=None, use_cache=False)
+    padding = 7  # on the left, as in a batch of prompts
+    padded = torch.nn.functional.pad(ids, (padding, 0), value=2)
+    options["attention_mask"] = torch.nn.functional.pad(options["attention_mask"], (padding, 0))
+    padded = model.generate(padded, **options, eos_token_id=None)[:, padding:]
     save_file(
         {"logits": logits, "chosen": chosen.to(torch.uint8), "generated": cached}, Path(output) / "out.safetensors"
     )
@@ -41,6 +45,7 @@ def main(directory: str, tokens_file: str, output: str) -> None:
         },
         "foreign_modules": [name for name in sys.modules if "deepseek_v32" in name or "megatron" in name],
         "cache_agrees": bool(torch.equal(cached, plain)),
+        "padding_agrees": bool(torch.equal(cached, padded)),
     }
     (Path(output) / "report.json").write_text(json.dumps(report))
 

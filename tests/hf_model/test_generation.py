@@ -34,6 +34,26 @@ def test_greedy_equals_full_forwards(export_dir, load, settings, attention, cach
         assert out[0, length:].tolist() == greedy_without_cache(model, ids)
 
 
+@pytest.mark.parametrize("tied", ["all", "some"])
+def test_greedy_with_tied_scores(export_dir, load, settings, tied):
+    """A trained indexer's ReLU makes ties; the newest key wins them, with a cache and without, padded or not."""
+    model = load(export_dir)
+    for i in model.config.dsa_layers:
+        indexer = model.model.layers[i].self_attn.indexer
+        if tied == "all":
+            torch.nn.init.zeros_(indexer.weights_proj.weight)
+        else:  # scores on a coarse grid: a tie at the boundary of nearly every row
+            scores = indexer.scores
+            indexer.scores = lambda *args, scores=scores: (scores(*args) * 4).round()
+    ids = tokens(1, 2 * TOPK, seed=3)
+    expected = greedy_without_cache(model, ids)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert out[0, 2 * TOPK :].tolist() == expected
+    padded = torch.nn.functional.pad(ids, (7, 0), value=2)
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (7, 0))
+    assert model.generate(padded, attention_mask=mask, **settings)[0, 2 * TOPK + 7 :].tolist() == expected
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_left_padded_batch_equals_each_prompt_alone(export_dir, load, settings, attention):
     """As RL and evaluation generate: different lengths, padded on the left."""

@@ -31,7 +31,7 @@ def test_loads_and_agrees_on_5_9(export_dir, model, tmp_path):
     assert report["transformers"].startswith("5.9."), report
     assert report["class"] == "DeepseekV2DsaForCausalLM" and report["dtypes"] == ["torch.float32"]
     assert report["problems"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-    assert report["foreign_modules"] == [] and report["cache_agrees"]
+    assert report["foreign_modules"] == [] and report["cache_agrees"] and report["padding_agrees"]
     chosen = []
     for i in model.config.dsa_layers:
         model.model.layers[i].self_attn.selection_observer = chosen.append
