@@ -90,7 +90,7 @@ def run(
         work = Work(scored, tasks, documents, files, tokenizer, batch_size, seed, DTYPES[dtype], place)
         identities = [directory_identity(path, progress=True) for path in (base, model) if path is not None]
         of_base = score_directory(base_dir, work, "base")
-        if server is None:
+        if model_dir is not None:
             of_model = score_directory(model_dir, work, "model")
         else:
             of_model = score_endpoint(server, work, trust_remote_code=trust_remote_code)
@@ -109,13 +109,17 @@ def run(
             "seconds": round(time.monotonic() - started, 1),
             "versions": versions,
         }
-        shutil.rmtree(directory / TASKS / "__pycache__", ignore_errors=True)  # lm-eval imported from there
-        atomic_write_json(directory / "recovery.json", content)
-        atomic_write_text(directory / "recovery.md", report.markdown(content))
-        report.write_figure(content, directory / "recovery.png")
+        _write(directory, content)
     report.print_console(content)
     print(f"written: {output / 'recovery.json'}, recovery.md, recovery.png, {TASKS}/")
     return EXIT_OK
+
+
+def _write(directory: Path, content: dict[str, Any]) -> None:
+    shutil.rmtree(directory / TASKS / "__pycache__", ignore_errors=True)  # lm-eval imported from there
+    atomic_write_json(directory / "recovery.json", content)
+    atomic_write_text(directory / "recovery.md", report.markdown(content))
+    report.write_figure(content, directory / "recovery.png")
 
 
 def _check_model(model: str | Path | None, endpoint: str | None, endpoint_model: str | None) -> None:

@@ -6,6 +6,8 @@ is so exactly when greedy decoding writes the answer and stops.
 lm-eval is imported when it is first used: with its own requirements that takes seconds.
 """
 
+import importlib.metadata
+import importlib.util
 import io
 import logging
 import sys
@@ -50,16 +52,13 @@ def require_lm_eval() -> str:
     Raises:
         UserError: it, or what its `hf` and `local-completions` need beside it, is not installed.
     """
-    try:
-        import accelerate  # noqa: F401
-        import lm_eval
-        import tenacity  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"evaluate scores through lm-eval: {error.name} is not installed; pip install lm_eval accelerate tenacity, "
-            "in the versions of requirements/cpu.txt"
-        ) from None
-    return lm_eval.__version__
+    for name in ("lm_eval", "accelerate", "tenacity", "aiohttp", "requests"):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"evaluate scores through lm-eval: {name} is not installed; pip install lm_eval accelerate tenacity aiohttp "
+                "requests, in the versions of requirements/cpu.txt"
+            )
+    return importlib.metadata.version("lm_eval")
 
 
 def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> "LM":

@@ -1,6 +1,6 @@
 """lm-eval's scores against independent computations: real greedy decoding, and the loss of one document at a time."""
 
-import builtins
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -85,7 +85,7 @@ def test_refuses_logits_that_are_not_finite(scored):
     assert not model._forward_hooks
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # it reads every task file that lm-eval brings
 @pytest.mark.parametrize("number", [0, 1], ids=["base", "export"])
 def test_lm_evals_command_line_gives_the_same_figures(talking_evaluation, talking, tmp_path, number):
     """To the last digit, by the command that the report prints, without a network and from another directory."""
@@ -105,16 +105,11 @@ def test_lm_evals_command_line_gives_the_same_figures(talking_evaluation, talkin
     assert 0 < report["tasks"][0][which] < 1
 
 
-def test_without_lm_eval_it_is_named(monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "lm_eval":
-            raise ImportError(name=name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.parametrize("name", ["lm_eval", "tenacity"])
+def test_a_missing_package_is_named(monkeypatch, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else found(asked))
     with pytest.raises(
-        UserError, match="evaluate scores through lm-eval: lm_eval is not installed; pip install lm_eval"
+        UserError, match=f"evaluate scores through lm-eval: {name} is not installed; pip install lm_eval"
     ):
         require_lm_eval()
