@@ -155,7 +155,8 @@ class Evaluate:
     """Score a model against its base, with and without its DSA layers.
 
     Writes recovery.json, recovery.md and recovery.png: how much of each task is kept, and whether the DSA layers take
-    part in it (scores with them bypassed, and with their selected keys scrambled).
+    part in it (scores with them bypassed, and with their selected keys scrambled). lm-eval scores; its tasks are written
+    beside the report (lm_eval/), for its own command line. docs/evaluate.md explains.
 
     Example: dsa-upcycle evaluate --base runs/demo/base --model runs/demo/export
     --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation
@@ -163,12 +164,16 @@ class Evaluate:
 
     base: Path
     """The base's Hugging Face directory."""
-    model: Path
-    """The exported directory."""
     suite: Path
     """Folder with suite.json and its task files."""
     output: Path
     """A new or empty directory."""
+    model: Path | None = None
+    """The exported directory. Either this or --endpoint."""
+    endpoint: str | None = None
+    """Instead of --model, a served model: URL of an OpenAI-compatible completions server (vLLM, SGLang), without ablations."""
+    endpoint_model: str | None = None
+    """The name under which the endpoint serves it; default: the only one it lists."""
     kind: Literal["upcycle", "prune"] = "upcycle"
     """What made the model out of the base."""
     limit: int | None = None
@@ -192,6 +197,8 @@ class Evaluate:
             model=self.model,
             suite=self.suite,
             output=self.output,
+            endpoint=self.endpoint,
+            endpoint_model=self.endpoint_model,
             kind=self.kind,
             limit=self.limit,
             trust_remote_code=self.trust_remote_code,
