@@ -61,6 +61,7 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
             valid_data_path=_one_folder(data.valid_data_path, "--valid-data-path") if data.valid_data_path else None,
             split=data.split,
             seq_length=data.seq_length,
+            vocab_size=vocab_size,
             tokenizer_sha256=tokenizer_sha256(tokenizer),
             template_sha256=template_sha256(tokenizer),
         )
