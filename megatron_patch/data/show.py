@@ -39,12 +39,13 @@ class ShowSettings:
                 raise UserError(f"--{name.replace('_', '-')} must be positive: {getattr(self, name)}; give 1 or more")
 
 
-def show_samples(settings: ShowSettings, out: TextIO = sys.stdout) -> None:
-    """Print the first samples or rows.
+def show_samples(settings: ShowSettings, out: TextIO | None = None) -> None:
+    """Print the first samples or rows, to stdout where `out` is None.
 
     Raises:
         UserError: nothing prepared at the path, or a tokenizer other than the one that made the data.
     """
+    out = out or sys.stdout
     colour = out.isatty() and not os.environ.get("NO_COLOR")
     if (Path(settings.path) / META).is_file():
         _show_sft(settings, colour, out)
