@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -58,6 +59,8 @@ def check_inputs(paths: Sequence[str | Path]) -> None:
         extension(path)
         if not path.is_file():
             raise UserError(f"input files must exist: {str(path)!r} is not a file; check the path")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"input files must be readable: {str(path)!r} is not; check its permissions")
         if path.stat().st_size == 0:
             raise UserError(f"input files must hold data: {str(path)!r} is empty (0 bytes); write it again")
         if path.resolve() in seen:
