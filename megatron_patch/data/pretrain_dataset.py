@@ -22,16 +22,26 @@ class Blend(NamedTuple):
 
 
 class PretrainDataset(Dataset):
-    """Rows of `seq_length` tokens, documents running on from row to row as megatron-core cuts them."""
+    """Rows of `seq_length` tokens, documents running on from row to row as megatron-core cuts them.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    P.bin is not read as a whole at the start, so that each row's ids are compared with the vocabulary when it is taken: an
+    embedding looked up beyond its end is a crash on a CPU, and on some devices a silent zero.
+    """
+
+    def __init__(self, dataset: Any, vocab_size: int) -> None:
+        self.dataset, self.vocab_size = dataset, vocab_size
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> Row:
         item = self.dataset[number]
+        first, last = map(int, item["tokens"].aminmax())
+        if first < 0 or max(last, int(item["labels"].max())) >= self.vocab_size:
+            raise UserError(
+                f"ids lie from 0 to below the model's {self.vocab_size}: row {number} of the pretraining data has {first} to "
+                f"{last}; P.bin is damaged, run prepare_pretrain.py again"
+            )
         return Row(item["tokens"], item["labels"], item["loss_mask"])
 
 
@@ -121,7 +131,7 @@ def build_pretrain_datasets(
     # A part that exists is built with one row at least: megatron-core cannot be told to leave it out.
     sizes = [train_samples, max(valid_samples, 1), 1]
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    return PretrainDataset(train), PretrainDataset(valid) if valid_samples else None
+    return PretrainDataset(train, vocab_size), PretrainDataset(valid, vocab_size) if valid_samples else None
 
 
 class _TokenIds:

@@ -72,7 +72,7 @@ class SftDataset(Dataset):
         self._check_samples()
 
     def _check_samples(self) -> None:
-        lengths, ids, limit = np.diff(self._starts), self._ids, self.meta["vocab_size"]
+        lengths, ids, limit = self.lengths, self._ids, self.meta["vocab_size"]
         for holds, rule in (
             (lengths.min() >= 2 and lengths.max() == self.meta["longest"], "samples have 2 to `longest` tokens"),
             (ids.min() >= 0 and ids.max() < limit, f"ids lie from 0 to below vocab_size {limit}"),
@@ -84,6 +84,11 @@ class SftDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64 [samples]."""
+        return np.diff(self._starts)
 
     def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32 [n]) and loss mask (int8 [n]; 1: this token is a target) as stored."""
@@ -162,6 +167,11 @@ def build_sft_datasets(
             )
     train_part, valid_part = (Subset(train, part.tolist()) for part in parts[:2])
     return train_part, valid_part if len(valid_part) else None
+
+
+def sample_lengths(dataset: Dataset) -> np.ndarray:
+    """Tokens of each sample of what `build_sft_datasets` returned, int64 [samples]."""
+    return dataset.dataset.lengths[dataset.indices] if isinstance(dataset, Subset) else dataset.lengths
 
 
 def _read_samples(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -201,6 +201,7 @@ CASES: dict[str, Case] = {
     **{name: _template(name) for name in TEMPLATES},
     "truncated .bin": _spoilt("text", "P.bin", lambda b: b[:-2], r"P\.bin must have \d+ bytes .* truncated", _train_on_text),
     "empty .bin": _spoilt("text", "P.bin", lambda b: b"", r"P\.bin is missing or empty", _train_on_text),
+    "ids beyond the vocabulary": _spoilt("text", "P.bin", lambda b: b"\xfe" * len(b), "ids lie from 0 .* the model's 320: row", _train_on_text),
     "truncated .idx": _spoilt("text", "P.idx", lambda b: b[:-8], r"P\.idx must have \d+ bytes", _train_on_text),
     ".idx of another format": _spoilt("text", "P.idx", _idx(0, 0), r"P\.idx is damaged or no index", _train_on_text),
     ".idx of another version": _spoilt("text", "P.idx", _idx(9, 2), "version 2 and dtype code 8", _train_on_text),
