@@ -1,5 +1,6 @@
 """How a run ends badly: one line for the user, one exit code that scripts can rely on."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ def run(main: Callable[[], int | None]) -> int:
 
     Returns:
         What `main` returned (None is 0), 2 after a `UserError` or a path that the system refuses, 3 after a
-        `NonFiniteError`; these print one line on stderr and no traceback. Any other exception passes through: it is a defect of ours and its traceback helps.
+        `NonFiniteError`; these print one line on stderr and no traceback. 0 where the reader of the output has left. Any other exception passes through: it is a defect of ours and its traceback helps.
     """
     try:
         return main() or EXIT_OK
@@ -30,6 +31,9 @@ def run(main: Callable[[], int | None]) -> int:
         return _say(error, EXIT_USER)
     except NonFiniteError as error:
         return _say(error, EXIT_NON_FINITE)
+    except BrokenPipeError:  # `| head` has seen enough; Python's own last flush would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except OSError as error:
         if error.filename is None:  # not about a path that the user could mend
             raise

@@ -123,7 +123,7 @@ def load_weights(
     """Fill the trainable parameters from the latest checkpoint under `save`; returns its directory and manifest."""
     checkpoint = iteration_directory(save)
     manifest = read_manifest(checkpoint)
-    verify_files(checkpoint, manifest)
+    verify_files(checkpoint, manifest, only=(WEIGHTS_FILE, TRAINING_FILE) if same_kind else (WEIGHTS_FILE,))
     check_identity(manifest, identity, checkpoint, same_kind=same_kind)
     load_trained(model, checkpoint / WEIGHTS_FILE)
     return checkpoint, manifest

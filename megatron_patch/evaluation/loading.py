@@ -50,7 +50,7 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
         UserError: no such model, damaged weights, or foreign code that is not trusted.
     """
     path = Path(path)
-    arch, config = read_architecture(path), read_config(path)
+    arch, config = read_architecture(path, export=True), read_config(path)
     SafetensorsDir(path)  # refuses missing and truncated shards
     if config["architectures"] != [ARCHITECTURE]:
         if config.get("dsa_layers"):
