@@ -107,7 +107,7 @@ def reward_flat(rows: Rows) -> Symptom | None:
         start = float(np.median(c.values[:size]))
         if end - start > least:
             return None
-    if _at_ceiling(rows, end) or _fall(rows) is not None:
+    if _at_ceiling(rows, end) or _fall(rows) is not None or reward_oscillating(rows) is not None:
         return None
     start = float(np.median(c.values[:quarter]))
     text = f"the median of the first quarter is {start:.4g}, of the last {end:.4g}; a rise beyond noise is {least:.2g}"
@@ -138,7 +138,7 @@ def _fall(rows: Rows) -> tuple[int, float, float, float] | None:
 def reward_fall(rows: Rows) -> Symptom | None:
     """The reward ends below the best level it had"""
     c, fall = curve(rows, "reward", LEVEL_STEPS), _fall(rows)
-    if fall is None:
+    if fall is None or reward_oscillating(rows) is not None:  # one phase of an oscillation is no fall
         return None
     top, best, end, least = fall
     steps, values = c.at(np.array([top, len(c) - 1]))
