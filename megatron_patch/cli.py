@@ -209,7 +209,41 @@ class Evaluate:
         )
 
 
-COMMANDS = {"demo-base": DemoBase, "plan": Plan, "export": Export, "check": Check, "evaluate": Evaluate}
+@dataclass
+class RlReport:
+    """Read the log of a verl run, draw its curves and name its symptoms.
+
+    RUN is a console log, the JSONL of verl's file logger, TensorBoard events, a wandb offline run, or a directory with
+    such. Writes report.md, curves.png and rl_report.json. Symptoms are a result, not an error: the exit code is 0.
+
+    Example: dsa-upcycle rl-report logs/grpo --compare logs/grpo_other_machine --output runs/rl_report
+    """
+
+    log: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A verl log, or a directory with one."""
+    output: Path
+    """A new or empty directory."""
+    compare: Path | None = None
+    """Another run's log: says of each symptom whether that run has it too."""
+    json: Path | None = None
+    """Also write rl_report.json to this file."""
+    fail_on: tuple[str, ...] = ()
+    """Ids of symptoms, or any: exit code 1 if one is found, or was named and could not be tested."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.diagnosis.rl_report import run
+
+        return run(self.log, self.output, compare=self.compare, json_file=self.json, fail_on=self.fail_on)
+
+
+COMMANDS = {
+    "demo-base": DemoBase,
+    "plan": Plan,
+    "export": Export,
+    "check": Check,
+    "evaluate": Evaluate,
+    "rl-report": RlReport,
+}
 
 
 def usage() -> str:
