@@ -60,7 +60,9 @@ def run(model: str | Path, plan: str | Path, output: str | Path, *, resume: bool
     job.publish()
     for name in skipped:
         print(f"note: {name} was not copied: weights outside of the index would still have all experts")
-    print(f"pruned to {checked.keep} of {checkpoint.routing.experts} experts: {output}, {len(weight_map)} tensors in {sizes} files, {total / 1e9:.3f} GB")
+    print(
+        f"pruned to {checked.keep} of {checkpoint.routing.experts} experts: {output}, {len(weight_map)} tensors in {sizes} files, {total / 1e9:.3f} GB"
+    )
     return EXIT_OK
 
 
@@ -78,7 +80,9 @@ class _Job:
         """Whether the output was published by a run of this plan."""
         file = self.output / PLAN_COPY
         try:
-            return (self.output / CONFIG_FILE).is_file() and json.loads(file.read_text(encoding="utf-8")) == self.plan.content
+            return (self.output / CONFIG_FILE).is_file() and json.loads(
+                file.read_text(encoding="utf-8")
+            ) == self.plan.content
         except (OSError, ValueError):
             return False
 
@@ -100,9 +104,13 @@ class _Job:
                 journal = json.loads(self.journal_file.read_text(encoding="utf-8"))
                 same, self.done = journal["plan"] == self.plan.content, dict(journal["shards"])
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"the journal of a stopped run must be readable: {self.journal_file}: {error!r}; remove it") from None
+                raise UserError(
+                    f"the journal of a stopped run must be readable: {self.journal_file}: {error!r}; remove it"
+                ) from None
             if not same:
-                raise UserError(f"--resume must be of the same plan: {self.partial} was begun with another; remove it and {self.journal_file.name}")
+                raise UserError(
+                    f"--resume must be of the same plan: {self.partial} was begun with another; remove it and {self.journal_file.name}"
+                )
         else:
             self._save()
         self.partial.mkdir(exist_ok=True)
@@ -152,14 +160,18 @@ def _require_space(plan: Plan, job: _Job) -> None:
     need = int(plan.content["bytes"]["after"]) - there
     free = shutil.disk_usage(job.partial).free
     if free < need:
-        raise UserError(f"the disk must hold the output: {need / 1e9:.1f} GB more are needed, {free / 1e9:.1f} GB are free at {job.output.parent}; make room")
+        raise UserError(
+            f"the disk must hold the output: {need / 1e9:.1f} GB more are needed, {free / 1e9:.1f} GB are free at {job.output.parent}; make room"
+        )
 
 
 def _write_shards(checkpoint: MoeCheckpoint, plan: Plan, job: _Job, progress: bool) -> tuple[dict[str, str], int, int]:
     """Write what is not there yet; returns tensor -> file, bytes of all tensors, number of files."""
     weight_map: dict[str, str] = {}
     total = files = 0
-    with tqdm(total=int(plan.content["bytes"]["after"]), unit="B", unit_scale=True, desc="prune", disable=not progress) as bar:
+    with tqdm(
+        total=int(plan.content["bytes"]["after"]), unit="B", unit_scale=True, desc="prune", disable=not progress
+    ) as bar:
         for shard in output_shards(checkpoint, plan):
             _write_one(checkpoint, shard, job, bar)
             weight_map |= {tensor.name: shard.file for tensor in shard.tensors}

@@ -113,7 +113,13 @@ class MoeCheckpoint:
         Raises:
             UserError: the file has it in a dtype that is none of a router.
         """
-        known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32}
+        known = {
+            "F32": torch.float32,
+            "BF16": torch.bfloat16,
+            "F16": torch.float16,
+            "I64": torch.int64,
+            "I32": torch.int32,
+        }
         tensor = self.tensors[name]
         if tensor.dtype not in known:
             raise UserError(f"a router's dtype must be one of {', '.join(known)}: {name} is {tensor.dtype}; convert it")
@@ -144,8 +150,12 @@ class MoeCheckpoint:
         for number, layer in self.layers.items():
             if not layer.router or not layer.experts:
                 what = "a router" if layer.experts else "experts"
-                raise UserError(f"a MoE layer must have router and experts: layer {number} lacks {what}; get the files again")
-        self._check_unknown({n: self.keys[layer.router].tail.removesuffix(self.naming.router) for n, layer in self.layers.items()})
+                raise UserError(
+                    f"a MoE layer must have router and experts: layer {number} lacks {what}; get the files again"
+                )
+        self._check_unknown(
+            {n: self.keys[layer.router].tail.removesuffix(self.naming.router) for n, layer in self.layers.items()}
+        )
 
     def _check_unknown(self, prefixes: dict[int, str]) -> None:
         """A MoE block has nothing that pruning does not know: it might have a row for each expert."""
@@ -187,7 +197,9 @@ class MoeCheckpoint:
         for expert, tails in sorted(layer.experts.items()):
             lacking = sorted(leaves - tails.keys())
             if lacking:
-                raise UserError(f"experts must be complete: expert {expert} in {where} lacks {lacking[0][1:]}; get its shard again")
+                raise UserError(
+                    f"experts must be complete: expert {expert} in {where} lacks {lacking[0][1:]}; get its shard again"
+                )
         parts: dict[str, set[str]] = {}
         for tail in leaves:
             projection, _, part = tail[1:].partition(".")
@@ -202,7 +214,9 @@ class MoeCheckpoint:
         for tail in leaves:
             forms = {(t.dtype, t.shape) for t in (self.tensors[tails[tail]] for tails in layer.experts.values())}
             if len(forms) > 1:
-                raise UserError(f"experts of a layer must have one shape and dtype: {tail[1:]} in {where} has {sorted(forms)}; get them again")
+                raise UserError(
+                    f"experts of a layer must have one shape and dtype: {tail[1:]} in {where} has {sorted(forms)}; get them again"
+                )
 
     def _check_router(self, layer: MoeLayer) -> None:
         count = self.routing.experts
@@ -217,7 +231,9 @@ class MoeCheckpoint:
             return
         shape = self.tensors[layer.table].shape
         if len(shape) != 2 or shape[1] != self.routing.top_k:
-            raise UserError(f"a table must be [vocabulary, top_k = {self.routing.top_k}]: {layer.table} is {list(shape)}; get it again")
+            raise UserError(
+                f"a table must be [vocabulary, top_k = {self.routing.top_k}]: {layer.table} is {list(shape)}; get it again"
+            )
         table = self.load(layer.table)
         if table.dtype.is_floating_point or int(table.min()) < 0 or int(table.max()) >= count:
             raise UserError(

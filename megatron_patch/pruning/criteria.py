@@ -82,7 +82,9 @@ def parse_protected(entries: Iterable[str], layers: Iterable[int]) -> dict[int, 
         if not colon:
             raise UserError(f"--protect must be LAYER:ID,ID or all:ID: {entry!r}; e.g. --protect 3:17,40 all:5")
         if not set(chosen) <= set(layers):
-            raise UserError(f"--protect must name MoE layers: layer {layer} is none; they are {layers[0]} to {layers[-1]}")
+            raise UserError(
+                f"--protect must name MoE layers: layer {layer} is none; they are {layers[0]} to {layers[-1]}"
+            )
         for number in chosen:
             result.setdefault(number, set()).update(numbers)
     return result

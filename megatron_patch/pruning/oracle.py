@@ -55,20 +55,28 @@ def load_model(path: str | Path) -> nn.Module:
     else:
         model_class = getattr(transformers, CLASSES[config["model_type"]], None)
     if model_class is None:
-        raise UserError(f"transformers must know the model: {transformers.__version__} has no {CLASSES[config['model_type']]}; use 5.24")
+        raise UserError(
+            f"transformers must know the model: {transformers.__version__} has no {CLASSES[config['model_type']]}; use 5.24"
+        )
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list the MTP layer, tensor by tensor
     options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     try:
-        model, info = model_class.from_pretrained(path, output_loading_info=True, use_safetensors=True, local_files_only=True, **options)
+        model, info = model_class.from_pretrained(
+            path, output_loading_info=True, use_safetensors=True, local_files_only=True, **options
+        )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"transformers must be able to load the model: {path}: {str(error)[:300]}; leave the logits out with --no-logits") from None
+        raise UserError(
+            f"transformers must be able to load the model: {path}: {str(error)[:300]}; leave the logits out with --no-logits"
+        ) from None
     finally:
         logging.set_verbosity(verbosity)
     for fault in ("missing_keys", "mismatched_keys"):
         if info[fault]:
-            raise UserError(f"transformers must fill the model from its files: {fault} of {path}: {sorted(map(str, info[fault]))[:3]}")
+            raise UserError(
+                f"transformers must fill the model from its files: {fault} of {path}: {sorted(map(str, info[fault]))[:3]}"
+            )
     return model.eval()
 
 

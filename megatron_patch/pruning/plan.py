@@ -76,7 +76,9 @@ def run(
         print_feasible(Path(model), wish)
         return EXIT_OK
     if output is None:
-        raise UserError("--output must name the plan to write: it is missing; give e.g. --output plan.json, or --check-only")
+        raise UserError(
+            "--output must name the plan to write: it is missing; give e.g. --output plan.json, or --check-only"
+        )
     if device_memory_gb is not None and device_memory_gb <= 0:
         raise UserError(f"--device-memory-gb must be above 0: {device_memory_gb}; give e.g. 64")
     content = make_plan(model, wish, stats)
@@ -102,7 +104,9 @@ def check(model: str | Path, wish: Wish) -> None:
         if value not in allowed:
             raise UserError(f"{flag} must be one of {', '.join(allowed)}: {value!r}; give one of them")
     if wish.target == "ascend" and wish.ep is None:
-        raise UserError("--target ascend must come with --ep, the number of NPUs that share the experts: it is missing; give e.g. --ep 32")
+        raise UserError(
+            "--target ascend must come with --ep, the number of NPUs that share the experts: it is missing; give e.g. --ep 32"
+        )
     check_feasible(routing, wish.keep, groups=wish.groups, ep=wish.ep)
     layers = family.moe_layers(config)
     if wish.mtp == "scores":
@@ -125,7 +129,9 @@ def make_plan(model: str | Path, wish: Wish, stats: str | Path | None = None) ->
     layers = [number for number, layer in checkpoint.layers.items() if not (layer.mtp and drop_mtp)]
     everything = wish.keep == checkpoint.routing.experts
     if stats is None and not everything:
-        raise UserError("--stats must name a file of `prune observe`: it is missing; only --check-only and keeping all experts need none")
+        raise UserError(
+            "--stats must name a file of `prune observe`: it is missing; only --check-only and keeping all experts need none"
+        )
     statistics = rows = None
     if stats is not None:
         statistics = Statistics.load(stats)
@@ -171,7 +177,11 @@ def check_statistics(statistics: Statistics, checkpoint: MoeCheckpoint, layers: 
     missing = sorted(set(layers) - set(statistics.layers))
     if missing:
         mtp = checkpoint.layers[missing[0]].mtp
-        remedy = "use --mtp drop: transformers never runs an MTP layer, an engine's recording may" if mtp else "observe again"
+        remedy = (
+            "use --mtp drop: transformers never runs an MTP layer, an engine's recording may"
+            if mtp
+            else "observe again"
+        )
         raise UserError(f"--stats must have every layer that is pruned: {path} lacks layer {missing[0]}; {remedy}")
 
 
@@ -187,7 +197,11 @@ def config_changes(checkpoint: MoeCheckpoint, wish: Wish) -> dict[str, list]:
 
 
 def _choose(
-    checkpoint: MoeCheckpoint, layers: list[int], wish: Wish, statistics: Statistics | None, rows: SourceStatistics | None
+    checkpoint: MoeCheckpoint,
+    layers: list[int],
+    wish: Wish,
+    statistics: Statistics | None,
+    rows: SourceStatistics | None,
 ) -> dict[int, list[int]]:
     if rows is None:
         return {number: list(range(checkpoint.routing.experts)) for number in layers}
@@ -215,7 +229,9 @@ def _layer_entry(kept: list[int], count_E: torch.Tensor | None) -> dict:
     return entry | {"coverage": coverage, "never_routed": (count_E == 0).nonzero().flatten().tolist()}
 
 
-def _tables(checkpoint: MoeCheckpoint, kept: dict[int, list[int]], count_of: dict[int, torch.Tensor]) -> dict[str, dict]:
+def _tables(
+    checkpoint: MoeCheckpoint, kept: dict[int, list[int]], count_of: dict[int, torch.Tensor]
+) -> dict[str, dict]:
     """What plan.json says of each hash layer: loads that decide, and the table that must come out."""
     found = {}
     for number, experts in kept.items():
@@ -250,7 +266,12 @@ def _warnings(checkpoint: MoeCheckpoint, wish: Wish, content: dict) -> list[dict
             f"{worst}): nothing is known of these, observe more data or keep fewer",
         ))  # fmt: skip
     if any(set(v["never_routed"]) - set(v["kept"]) for v in layers.values()):
-        found.append(("never_routed_dropped", "experts that the data never routed to are dropped: unseen is not useless, other data may need them"))
+        found.append(
+            (
+                "never_routed_dropped",
+                "experts that the data never routed to are dropped: unseen is not useless, other data may need them",
+            )
+        )
     if pruned and checkpoint.family.router == "softmax" and not checkpoint.family.keeps_mass(checkpoint.config):
         found.append((
             "softmax_mass",
@@ -258,9 +279,16 @@ def _warnings(checkpoint: MoeCheckpoint, wish: Wish, content: dict) -> list[dict
             "prints by how much",
         ))  # fmt: skip
     if checkpoint.mtp_layers and wish.mtp == "drop":
-        found.append(("mtp_dropped", f"the MTP layers go ({len(checkpoint.mtp_layers)}): speculative decoding with them ends"))
+        found.append(
+            ("mtp_dropped", f"the MTP layers go ({len(checkpoint.mtp_layers)}): speculative decoding with them ends")
+        )
     if wish.groups == "flatten" and checkpoint.routing.n_group > 1:
-        found.append(("groups_flattened", "tokens may choose from all groups: routing differs from the source's even where its experts are kept"))
+        found.append(
+            (
+                "groups_flattened",
+                "tokens may choose from all groups: routing differs from the source's even where its experts are kept",
+            )
+        )
     if wish.target == "ascend" and checkpoint.family.router == "sigmoid" and wish.keep != _ASCEND_EXPERTS:
         found.append((
             "ascend_expert_count",
@@ -269,7 +297,17 @@ def _warnings(checkpoint: MoeCheckpoint, wish: Wish, content: dict) -> list[dict
         ))  # fmt: skip
     over = [n for n, entry in content["tid2eid"].items() if entry["max_load"] > entry["load_cap"]]
     if over:
-        found.append(("hash_load", f"a survivor of layer {over[0]} carries more than {tid2eid.LOAD_CAP} times the mean load: its own tokens are that many, or no other had room"))
+        found.append(
+            (
+                "hash_load",
+                f"a survivor of layer {over[0]} carries more than {tid2eid.LOAD_CAP} times the mean load: its own tokens are that many, or no other had room",
+            )
+        )
     if any(entry["mean_similarity"] < 0.5 for entry in content["tid2eid"].values()):
-        found.append(("hash_similarity", "survivors that take over token ids in hash layers have unlike router rows (mean cosine under 0.5)"))
+        found.append(
+            (
+                "hash_similarity",
+                "survivors that take over token ids in hash layers have unlike router rows (mean cosine under 0.5)",
+            )
+        )
     return [{"code": code, "text": text} for code, text in found]

@@ -49,7 +49,9 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, this release reads {SCHEMA}")
         kept = {int(number): [int(e) for e in layer["kept"]] for number, layer in content["layers"].items()}
-        renumbering = {int(n): {int(o): new for o, new in v["old_to_new"].items()} for n, v in content["layers"].items()}
+        renumbering = {
+            int(n): {int(o): new for o, new in v["old_to_new"].items()} for n, v in content["layers"].items()
+        }
         plan = Plan(
             keep=int(content["keep"]),
             kept=kept,
@@ -69,7 +71,9 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
         )
     for number, experts in kept.items():
         if renumbering[number] != {old: new for new, old in enumerate(experts)}:
-            raise UserError(f"a plan must renumber in order: layer {number} of {path} does not map kept to 0, 1, 2 ...; make it again")
+            raise UserError(
+                f"a plan must renumber in order: layer {number} of {path} does not map kept to 0, 1, 2 ...; make it again"
+            )
     _check(plan, path, checkpoint)
     return plan
 
@@ -82,8 +86,14 @@ def _check(plan: Plan, path: Path, checkpoint: MoeCheckpoint) -> None:
     if plan.kept.keys() != expected:
         raise refuse(f"it lists other layers, e.g. {min(plan.kept.keys() ^ expected)}")
     for number, experts in plan.kept.items():
-        if len(experts) != plan.keep or experts != sorted(set(experts)) or not set(experts) <= set(range(checkpoint.routing.experts)):
-            raise refuse(f"layer {number} must keep {plan.keep} experts of 0 to {checkpoint.routing.experts - 1}, ascending")
+        if (
+            len(experts) != plan.keep
+            or experts != sorted(set(experts))
+            or not set(experts) <= set(range(checkpoint.routing.experts))
+        ):
+            raise refuse(
+                f"layer {number} must keep {plan.keep} experts of 0 to {checkpoint.routing.experts - 1}, ascending"
+            )
     for key, (old, _) in plan.config_changes.items():
         if key not in CHANGEABLE or checkpoint.config.get(key, ABSENT) != old:
             raise refuse(f"config.json has {key} = {checkpoint.config.get(key)!r}, the plan changes it from {old!r}")

@@ -36,11 +36,15 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
         hashed = content["tid2eid"].get(number)
         load = f"{hashed['max_load']:.2f} x mean" if hashed else ""
         repaired = str(hashed["repaired_entries"]) if hashed else ""
-        table.add_row(number, f"{layer['coverage']:.1%}", str(len(unseen)), str(len(unseen & set(layer["kept"]))), load, repaired)
+        table.add_row(
+            number, f"{layer['coverage']:.1%}", str(len(unseen)), str(len(unseen & set(layer["kept"]))), load, repaired
+        )
     console = Console()
     console.print(table)
     shares = [layer["coverage"] for layer in content["layers"].values()]
-    console.print(f"routed traffic kept: mean {sum(shares) / len(shares):.1%}, least {min(shares):.1%}", highlight=False)
+    console.print(
+        f"routed traffic kept: mean {sum(shares) / len(shares):.1%}, least {min(shares):.1%}", highlight=False
+    )
     before, after = content["bytes"]["before"], content["bytes"]["after"]
     console.print(f"weights: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB ({after / before:.1%})", highlight=False)
     if device_memory_gb is not None:

@@ -119,7 +119,9 @@ def _table_bytes(checkpoint: MoeCheckpoint, plan: Plan, number: int, tensor: Raw
         raise UserError(f"a plan must give the load of every expert: layer {number} has {len(load)}; make it again")
     result = tid2eid.rewrite(checkpoint.load(layer.table), checkpoint.load(layer.router), plan.kept[number], load)
     if tid2eid.table_sha256(result.table) != entry["sha256"]:
-        raise UserError(f"{tensor.name} must come out as the plan says: its hash differs; make the plan again on this machine")
+        raise UserError(
+            f"{tensor.name} must come out as the plan says: its hash differs; make the plan again on this machine"
+        )
     return result.table.contiguous().numpy().tobytes()
 
 
@@ -136,7 +138,11 @@ def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[
         SHA-256 of the file, hex.
     """
     digest = hashlib.sha256()
-    with open(source, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer, _Hasher(digest) as hasher:
+    with (
+        open(source, "rb", buffering=0) as reader,
+        open(target, "wb", buffering=0) as writer,
+        _Hasher(digest) as hasher,
+    ):
         os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         pieces: list[tuple[int, int] | bytes] = [(0, os.fstat(reader.fileno()).st_size)]
         if not shard.unchanged:
@@ -189,7 +195,9 @@ def _read(number: int, start: int, length: int, hasher: "_Hasher") -> Iterator[t
         while got < size:
             count = os.preadv(number, [view[got:]], offset + got)
             if not count:
-                raise OSError(f"the source became shorter while it was read: {size - got} bytes are missing at {offset + got}")
+                raise OSError(
+                    f"the source became shorter while it was read: {size - got} bytes are missing at {offset + got}"
+                )
             got += count
         yield view, buffer
 

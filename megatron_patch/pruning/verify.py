@@ -103,7 +103,11 @@ def run(
     passed = all(item.status != FAIL for item in checks)
     _print(pair.path, checks, passed)
     if json_file is not None:
-        content = {"schema": SCHEMA, "verdict": "pass" if passed else "fail", "checks": [asdict(item) for item in checks]}
+        content = {
+            "schema": SCHEMA,
+            "verdict": "pass" if passed else "fail",
+            "checks": [asdict(item) for item in checks],
+        }
         atomic_write_json(json_file, content)
     return EXIT_OK if passed else EXIT_USER
 
@@ -142,13 +146,26 @@ def _index(pair: _Pair) -> str:
     """Index and shards agree, no shard is truncated, and no file with weights lies beside them."""
     directory = SafetensorsDir(pair.path)
     beside = sorted(
-        str(item.relative_to(pair.path)) for item in pair.path.rglob("*") if item.suffix in WEIGHT_ENDINGS and item.name not in directory.files
+        str(item.relative_to(pair.path))
+        for item in pair.path.rglob("*")
+        if item.suffix in WEIGHT_ENDINGS and item.name not in directory.files
     )
     if beside:
-        raise _Failed(f"{len(beside)} files with weights are not in the index, the first is {beside[0]}: a loader may take them")
-    size, same = pair.pruned.nbytes, pair.source.nbytes == pair.pruned.nbytes  # an index that is copied keeps its own sum
-    if pair.pruned.metadata.get("total_size") not in (None, size, pair.source.metadata.get("total_size") if same else None):
-        raise _Failed(f"{INDEX_FILE} says {pair.pruned.metadata['total_size']} bytes, the shards hold {pair.pruned.nbytes}")
+        raise _Failed(
+            f"{len(beside)} files with weights are not in the index, the first is {beside[0]}: a loader may take them"
+        )
+    size, same = (
+        pair.pruned.nbytes,
+        pair.source.nbytes == pair.pruned.nbytes,
+    )  # an index that is copied keeps its own sum
+    if pair.pruned.metadata.get("total_size") not in (
+        None,
+        size,
+        pair.source.metadata.get("total_size") if same else None,
+    ):
+        raise _Failed(
+            f"{INDEX_FILE} says {pair.pruned.metadata['total_size']} bytes, the shards hold {pair.pruned.nbytes}"
+        )
     return f"{len(directory)} tensors in {len(directory.files)} files, each in the index and in one file"
 
 
@@ -164,7 +181,10 @@ def _names(pair: _Pair) -> str:
             continue
         if key.role is not Role.EXPERT or key.expert in pair.plan.kept[key.layer]:
             stays.add(name)
-    for fault, names in (("missing", stays - set(old.values())), ("there but not in the plan", set(old.values()) - stays)):
+    for fault, names in (
+        ("missing", stays - set(old.values())),
+        ("there but not in the plan", set(old.values()) - stays),
+    ):
         if names:
             raise _Failed(f"{len(names)} of the source's tensors are {fault}, the first is {min(names)}")
     return f"{len(pair.plan.kept)} MoE layers with experts 0 to {pair.plan.keep - 1}, none missing, none left over"
@@ -256,7 +276,9 @@ def _config(pair: _Pair) -> str:
     expected = pair.source.config | {key: new for key, (_, new) in pair.plan.config_changes.items()}
     differing = sorted(k for k in config.keys() | expected.keys() if config.get(k, _Failed) != expected.get(k, _Failed))
     if differing:
-        shown = "; ".join(f"{k}: {config.get(k, '(absent)')!r}, not {expected.get(k, '(absent)')!r}" for k in differing[:4])
+        shown = "; ".join(
+            f"{k}: {config.get(k, '(absent)')!r}, not {expected.get(k, '(absent)')!r}" for k in differing[:4]
+        )
         raise _Failed(f"{len(differing)} keys are not as the plan says: {shown}")
     return "differs from the source's in " + (", ".join(pair.plan.config_changes) or "nothing")
 
@@ -266,7 +288,9 @@ def _others(pair: _Pair) -> str:
     copied = 0
     for item in sorted(pair.source.path.rglob("*")):
         name = item.relative_to(pair.source.path)
-        own = item.suffix in WEIGHT_ENDINGS or item.name.endswith(".index.json") or str(name) in (CONFIG_FILE, PLAN_COPY)
+        own = (
+            item.suffix in WEIGHT_ENDINGS or item.name.endswith(".index.json") or str(name) in (CONFIG_FILE, PLAN_COPY)
+        )
         if own or not item.is_file() or any(part.startswith(".") for part in name.parts[:-1]):
             continue
         twin = pair.path / name
@@ -320,7 +344,9 @@ def _oracle(pair: _Pair, wanted: bool, sound: bool, max_model_gb: float) -> str:
 def _require_runnable(source: MoeCheckpoint, max_model_gb: float) -> None:
     other = sorted({t.dtype for t in source.tensors.values()} - _FLOATS - {"I64", "I32"})
     if other or "quantization_config" in source.config:
-        raise _Skipped(f"the weights are quantised ({', '.join(other) or 'config.json'}); a rollout engine can run them")
+        raise _Skipped(
+            f"the weights are quantised ({', '.join(other) or 'config.json'}); a rollout engine can run them"
+        )
     size = sum(torch.Size(t.shape).numel() * 4 for t in source.tensors.values())
     if size > max_model_gb * 1e9:
         raise _Skipped(f"the source takes {size / 1e9:.1f} GB in fp32, more than --max-model-gb {max_model_gb:g}")

@@ -139,7 +139,11 @@ def state_of(config: dict, seed: int = 0) -> dict[str, Tensor]:
         if key.endswith("e_score_correction_bias"):  # large and negative ones occur: 0 in a mask would win over these
             tensor = torch.randn(tensor.shape, generator=generator) - 1
         elif key.endswith("tid2eid"):
-            tensor = torch.rand(tensor.shape[0], config["n_routed_experts"], generator=generator).topk(tensor.shape[1]).indices
+            tensor = (
+                torch.rand(tensor.shape[0], config["n_routed_experts"], generator=generator)
+                .topk(tensor.shape[1])
+                .indices
+            )
         elif tensor.ndim > 1:
             tensor = torch.randn(tensor.shape, generator=generator) * (1.0 if key.endswith("gate.weight") else 0.2)
         state |= _apart(key, tensor.clone())
@@ -175,7 +179,9 @@ def with_mtp(state: dict[str, Tensor], config: dict, seed: int = 1) -> dict[str,
     for key in [key for key in added if re.search(r"experts\.\d|gate\.weight", key)]:
         added[key] = torch.randn(added[key].shape, generator=generator)
     hidden = config["hidden_size"]
-    extra = ("enorm.weight", "hnorm.weight", "e_proj.weight") if v4 else ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+    extra = (
+        ("enorm.weight", "hnorm.weight", "e_proj.weight") if v4 else ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+    )
     added |= {mtp + name: torch.rand(hidden, hidden if "proj" in name else 1, generator=generator) for name in extra}
     return state | added
 
@@ -226,7 +232,15 @@ def write(path: Path, config: dict, state: dict[str, Tensor], shards: int = 3) -
 
 
 def make(
-    path: Path, model_type: str, *, mtp: bool = True, quantise: str | None = None, shards: int = 3, seed: int = 0, prefix: str = "", **changes
+    path: Path,
+    model_type: str,
+    *,
+    mtp: bool = True,
+    quantise: str | None = None,
+    shards: int = 3,
+    seed: int = 0,
+    prefix: str = "",
+    **changes,
 ) -> Path:
     """A small checkpoint; `prefix="model."` names DeepSeek-V4's tensors as copies in circulation do."""
     config = {**CONFIGS[model_type], **changes}
@@ -240,7 +254,9 @@ def make(
     return write(Path(path), config, {prefix + name: tensor for name, tensor in state.items()}, shards)
 
 
-def make_statistics(model: Path, file: Path, *, seed: int = 0, tokens: int = 400, layers: tuple[int, ...] | None = None) -> Path:
+def make_statistics(
+    model: Path, file: Path, *, seed: int = 0, tokens: int = 400, layers: tuple[int, ...] | None = None
+) -> Path:
     """Skewed random statistics of two sources, "code" and "chat"; a token's experts are distinct."""
     config = json.loads((model / "config.json").read_text())
     first = config.get("first_k_dense_replace", 0)

@@ -124,7 +124,9 @@ class Family:
         """
         names = list(names)
         # By ordinary layers: MTP layers may be called alike in several namings.
-        found = [n for n in self.namings if any(re.match(n.layer, x) and n.parse(x, 0).role is Role.EXPERT for x in names)]
+        found = [
+            n for n in self.namings if any(re.match(n.layer, x) and n.parse(x, 0).role is Role.EXPERT for x in names)
+        ]
         if len(found) == 1:
             return found[0]
         if found:
