@@ -49,7 +49,7 @@ class Plan:
     """Also say how many devices of so many 1e9 bytes the weights need."""
 
     def __call__(self) -> int | None:
-        from megatron_patch.pruning.plan import Wish, run
+        from megatron_patch.pruning.wish import Wish, check_only
 
         wish = Wish(
             keep=self.keep,
@@ -61,14 +61,11 @@ class Plan:
             target=self.target,
             ep=self.ep,
         )
-        return run(
-            self.model,
-            wish,
-            stats=self.stats,
-            output=self.output,
-            check_only=self.check_only,
-            device_memory_gb=self.device_memory_gb,
-        )
+        if self.check_only:
+            return check_only(self.model, wish)
+        from megatron_patch.pruning.plan import run
+
+        return run(self.model, wish, stats=self.stats, output=self.output, device_memory_gb=self.device_memory_gb)
 
 
 @dataclass

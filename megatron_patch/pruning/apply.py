@@ -15,7 +15,8 @@ from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json, atomic_write_text, require_empty
 from megatron_patch.io.safetensors_dir import INDEX_FILE
-from megatron_patch.pruning.checkpoint import CONFIG_FILE, MoeCheckpoint
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.config_json import CONFIG_FILE
 from megatron_patch.pruning.plan_file import Plan, read_plan
 from megatron_patch.pruning.shards import OutShard, output_shards, write_shard
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from megatron_patch.errors import UserError
 from megatron_patch.io.raw_safetensors import RawFile, RawTensor
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir
+from megatron_patch.pruning.config_json import read_config, whole
 from megatron_patch.pruning.families import family_of
-from megatron_patch.pruning.families.family import Key, Role, whole
-
-CONFIG_FILE = "config.json"
-MTP_COUNT = "num_nextn_predict_layers"
+from megatron_patch.pruning.families.family import Key, Role
 
 
 @dataclass
@@ -240,21 +238,3 @@ class MoeCheckpoint:
                 f"a table must name experts 0 to {count - 1}: {layer.table} has {table.min().item()} to {table.max().item()}; "
                 "an id out of range stops a device, get the file again"
             )
-
-
-def read_config(path: Path) -> dict:
-    """config.json of a model directory.
-
-    Raises:
-        UserError: it is missing or no JSON object.
-    """
-    file = Path(path) / CONFIG_FILE
-    if not file.is_file():
-        raise UserError(f"a model directory must hold {CONFIG_FILE}: {file} does not exist; give the model's directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
-    except ValueError as error:
-        raise UserError(f"{CONFIG_FILE} must be a JSON object: {file}: {error}; download or copy it again") from None
-    return config

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_patch.errors import UserError
 from megatron_patch.pruning.statistics import SourceStatistics
-
-CRITERIA = ("frequency", "gate_sum", "reap")
+from megatron_patch.pruning.wish import CRITERIA
 
 
 def scores(statistics: SourceStatistics, criterion: str) -> Tensor:
@@ -62,47 +61,3 @@ def select(score_E: Tensor, keep: int, n_group: int = 1, protected: Iterable[int
         members = range(group * size, (group + 1) * size)
         kept += sorted(members, key=lambda e: (e not in protected, -values[e], e))[:room]
     return sorted(kept)
-
-
-def parse_protected(entries: Iterable[str], layers: Iterable[int]) -> dict[int, set[int]]:
-    """`LAYER:ID[,ID...]`, where LAYER is a MoE layer's number or `all`, as ids by layer.
-
-    Raises:
-        UserError: an entry is of another form, or names a layer without experts.
-    """
-    layers = tuple(layers)
-    result: dict[int, set[int]] = {}
-    for entry in entries:
-        layer, colon, ids = entry.partition(":")
-        try:
-            numbers = {int(part) for part in ids.split(",")}
-            chosen = layers if layer == "all" else (int(layer),)
-        except ValueError:
-            colon = ""
-        if not colon:
-            raise UserError(f"--protect must be LAYER:ID,ID or all:ID: {entry!r}; e.g. --protect 3:17,40 all:5")
-        if not set(chosen) <= set(layers):
-            raise UserError(
-                f"--protect must name MoE layers: layer {layer} is none; they are {layers[0]} to {layers[-1]}"
-            )
-        for number in chosen:
-            result.setdefault(number, set()).update(numbers)
-    return result
-
-
-def parse_weights(entries: Iterable[str]) -> dict[str, float] | None:
-    """`SOURCE=WEIGHT` entries of --source-weights; None without any. `Statistics.combined` checks names and values.
-
-    Raises:
-        UserError: an entry is of another form.
-    """
-    weights: dict[str, float] = {}
-    for entry in entries:
-        name, _, value = entry.rpartition("=")
-        try:
-            weights[name] = float(value)
-        except ValueError:
-            name = ""
-        if not name:
-            raise UserError(f"--source-weights must be SOURCE=WEIGHT: {entry!r}; e.g. --source-weights code=2 chat=0.5")
-    return weights or None

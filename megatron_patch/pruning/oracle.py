@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_patch.errors import UserError
-from megatron_patch.pruning.checkpoint import read_config
+from megatron_patch.pruning.config_json import read_config
 
 _NEG_INF = float("-inf")
 # By name, not through auto_map: code of a model's directory never runs.

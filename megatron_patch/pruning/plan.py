@@ -1,7 +1,6 @@
 """Make plan.json: check that the number of experts is feasible, score, choose, and say what it costs and saves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,40 +9,14 @@ from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.pruning import criteria, tid2eid
-from megatron_patch.pruning.checkpoint import MTP_COUNT, MoeCheckpoint, read_config
-from megatron_patch.pruning.families import family_of
-from megatron_patch.pruning.feasibility import check_feasible, check_protected
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.config_json import MTP_COUNT
 from megatron_patch.pruning.plan_file import ABSENT, SCHEMA
-from megatron_patch.pruning.plan_report import print_feasible, print_plan
+from megatron_patch.pruning.plan_report import print_plan
+from megatron_patch.pruning.plan_warnings import warnings_of
 from megatron_patch.pruning.shards import pruned_nbytes
 from megatron_patch.pruning.statistics import SourceStatistics, Statistics
-
-_ASCEND_EXPERTS = 256
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for.
-
-    Attributes:
-        keep: experts of each layer to keep.
-        criterion: of `criteria.CRITERIA`.
-        source_weights: SOURCE=WEIGHT entries.
-        protect: LAYER:ID,ID entries.
-        groups: "keep" (the same number in each group) or "flatten" (n_group = topk_group = 1).
-        mtp: "drop" the MTP layers, or prune them by their own "scores".
-        target: "any" or "ascend".
-        ep: expert parallel size of the target.
-    """
-
-    keep: int
-    criterion: str = "frequency"
-    source_weights: tuple[str, ...] = ()
-    protect: tuple[str, ...] = ()
-    groups: str = "keep"
-    mtp: str = "drop"
-    target: str = "any"
-    ep: int | None = None
+from megatron_patch.pruning.wish import Wish, check, parse_protected, parse_weights
 
 
 def run(
@@ -52,17 +25,15 @@ def run(
     *,
     stats: str | Path | None = None,
     output: str | Path | None = None,
-    check_only: bool = False,
     device_memory_gb: float | None = None,
 ) -> int:
-    """`dsa-upcycle prune plan`: check, and unless `check_only` write the plan and print what it means.
+    """`dsa-upcycle prune plan`: check, write the plan and print what it means.
 
     Args:
         model: the model's directory.
         wish: what is asked for.
         stats: file of `prune observe`; not needed where all experts are kept.
         output: plan.json to write.
-        check_only: stop after the check of feasibility, which reads config.json alone.
         device_memory_gb: also say how many devices of so many 1e9 bytes the weights need.
 
     Returns:
@@ -72,9 +43,6 @@ def run(
         UserError: an argument is wrong, the number is infeasible, the checkpoint is damaged, the statistics are another model's.
     """
     check(model, wish)
-    if check_only:
-        print_feasible(Path(model), wish)
-        return EXIT_OK
     if output is None:
         raise UserError(
             "--output must name the plan to write: it is missing; give e.g. --output plan.json, or --check-only"
@@ -85,34 +53,6 @@ def run(
     atomic_write_json(output, content)
     print_plan(content, Path(output), device_memory_gb)
     return EXIT_OK
-
-
-def check(model: str | Path, wish: Wish) -> None:
-    """Everything that can be refused from config.json alone.
-
-    Raises:
-        UserError: unknown family, infeasible number, protect list that does not fit, target without --ep.
-    """
-    config = read_config(Path(model))
-    family = family_of(config)
-    routing = family.routing(config)
-    for flag, value, allowed in (
-        ("--criterion", wish.criterion, criteria.CRITERIA),
-        ("--mtp", wish.mtp, ("drop", "scores")),
-        ("--target", wish.target, ("any", "ascend")),
-    ):
-        if value not in allowed:
-            raise UserError(f"{flag} must be one of {', '.join(allowed)}: {value!r}; give one of them")
-    if wish.target == "ascend" and wish.ep is None:
-        raise UserError(
-            "--target ascend must come with --ep, the number of NPUs that share the experts: it is missing; give e.g. --ep 32"
-        )
-    check_feasible(routing, wish.keep, groups=wish.groups, ep=wish.ep)
-    layers = family.moe_layers(config)
-    if wish.mtp == "scores":
-        layers += tuple(range(config["num_hidden_layers"], config["num_hidden_layers"] + (config.get(MTP_COUNT) or 0)))
-    for layer, ids in criteria.parse_protected(wish.protect, layers).items():
-        check_protected(routing, wish.keep, ids, layer, wish.groups)
 
 
 def make_plan(model: str | Path, wish: Wish, stats: str | Path | None = None) -> dict:
@@ -136,7 +76,7 @@ def make_plan(model: str | Path, wish: Wish, stats: str | Path | None = None) ->
     if stats is not None:
         statistics = Statistics.load(stats)
         check_statistics(statistics, checkpoint, layers, Path(stats))
-        rows = statistics.combined(criteria.parse_weights(wish.source_weights))
+        rows = statistics.combined(parse_weights(wish.source_weights))
     kept = _choose(checkpoint, layers, wish, statistics, rows)
     count_of = _counts(layers, statistics, rows)
     tables = {} if everything else _tables(checkpoint, kept, count_of)
@@ -155,7 +95,7 @@ def make_plan(model: str | Path, wish: Wish, stats: str | Path | None = None) ->
         "bytes": {"before": checkpoint.nbytes, "after": pruned_nbytes(checkpoint, kept, drop_mtp)},
         "warnings": [],
     }
-    content["warnings"] = _warnings(checkpoint, wish, content)
+    content["warnings"] = warnings_of(checkpoint, wish, content)
     return content
 
 
@@ -206,7 +146,7 @@ def _choose(
     if rows is None:
         return {number: list(range(checkpoint.routing.experts)) for number in layers}
     score_LE = criteria.scores(rows, wish.criterion)
-    protected = criteria.parse_protected(wish.protect, layers)
+    protected = parse_protected(wish.protect, layers)
     n_group = checkpoint.routing.n_group if wish.groups == "keep" else 1
     row_of = {number: row for row, number in enumerate(statistics.layers)}
     return {n: criteria.select(score_LE[row_of[n]], wish.keep, n_group, protected.get(n, ())) for n in layers}
@@ -251,63 +191,3 @@ def _tables(
             "sha256": tid2eid.table_sha256(result.table),
         }
     return found
-
-
-def _warnings(checkpoint: MoeCheckpoint, wish: Wish, content: dict) -> list[dict]:
-    found: list[tuple[str, str]] = []
-    pruned = wish.keep < checkpoint.routing.experts
-    layers = content["layers"]
-    kept_unseen = {n: len(set(v["never_routed"]) & set(v["kept"])) for n, v in layers.items()}
-    if any(kept_unseen.values()):
-        worst = max(kept_unseen, key=lambda n: kept_unseen[n])
-        found.append((
-            "never_routed_kept",
-            f"{sum(v > 0 for v in kept_unseen.values())} layers keep experts that the data never routed to ({kept_unseen[worst]} in layer "
-            f"{worst}): nothing is known of these, observe more data or keep fewer",
-        ))  # fmt: skip
-    if any(set(v["never_routed"]) - set(v["kept"]) for v in layers.values()):
-        found.append(
-            (
-                "never_routed_dropped",
-                "experts that the data never routed to are dropped: unseen is not useless, other data may need them",
-            )
-        )
-    if pruned and checkpoint.family.router == "softmax" and not checkpoint.family.keeps_mass(checkpoint.config):
-        found.append((
-            "softmax_mass",
-            "the softmax loses the dropped experts from its denominator and is not renormalised: routed weights grow; `prune verify` "
-            "prints by how much",
-        ))  # fmt: skip
-    if checkpoint.mtp_layers and wish.mtp == "drop":
-        found.append(
-            ("mtp_dropped", f"the MTP layers go ({len(checkpoint.mtp_layers)}): speculative decoding with them ends")
-        )
-    if wish.groups == "flatten" and checkpoint.routing.n_group > 1:
-        found.append(
-            (
-                "groups_flattened",
-                "tokens may choose from all groups: routing differs from the source's even where its experts are kept",
-            )
-        )
-    if wish.target == "ascend" and checkpoint.family.router == "sigmoid" and wish.keep != _ASCEND_EXPERTS:
-        found.append((
-            "ascend_expert_count",
-            f"a gating kernel for Ascend was reported to support {_ASCEND_EXPERTS} experts alone (vllm-ascend issue 5310): {wish.keep} may "
-            "need another backend",
-        ))  # fmt: skip
-    over = [n for n, entry in content["tid2eid"].items() if entry["max_load"] > entry["load_cap"]]
-    if over:
-        found.append(
-            (
-                "hash_load",
-                f"a survivor of layer {over[0]} carries more than {tid2eid.LOAD_CAP} times the mean load: its own tokens are that many, or no other had room",
-            )
-        )
-    if any(entry["mean_similarity"] < 0.5 for entry in content["tid2eid"].values()):
-        found.append(
-            (
-                "hash_similarity",
-                "survivors that take over token ids in hash layers have unlike router rows (mean cosine under 0.5)",
-            )
-        )
-    return [{"code": code, "text": text} for code, text in found]

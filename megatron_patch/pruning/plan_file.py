@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.pruning.checkpoint import MTP_COUNT, MoeCheckpoint
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.config_json import MTP_COUNT
 
 SCHEMA = 1
 ABSENT = None  # what `config_changes` has as the old value of a key that config.json lacks

@@ -1,29 +1,10 @@
 """What `prune plan` prints: coverage by layer, experts never routed to, bytes, devices."""
 
-import itertools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-
-from megatron_patch.pruning.checkpoint import read_config
-from megatron_patch.pruning.families import family_of
-from megatron_patch.pruning.feasibility import feasible
-
-if TYPE_CHECKING:
-    from megatron_patch.pruning.plan import Wish
-
-
-def print_feasible(model: Path, wish: "Wish") -> None:
-    """The answer of --check-only."""
-    config = read_config(model)
-    routing = family_of(config).routing(config)
-    numbers = feasible(routing, groups=wish.groups, ep=wish.ep)
-    groups = f", {routing.n_group} groups of which {routing.topk_group}" if routing.n_group > 1 else ""
-    print(f"feasible: {wish.keep} of {routing.experts} experts ({config['model_type']}, top {routing.top_k}{groups})")
-    print(f"every feasible number: {_ranges(numbers)}")
 
 
 def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> None:
@@ -56,14 +37,11 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
     for key, (old, new) in content["config_changes"].items():
         console.print(f"config.json: {key} {old} -> {new}", highlight=False)
     for warning in content["warnings"]:
-        console.print(f"warning ({warning['code']}): {warning['text']}", style="yellow", highlight=False, markup=False)
+        console.print(
+            f"warning ({warning['code']}): {warning['text']}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     print(f"plan written to {path}")
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`6 to 256` for consecutive numbers, `16, 24 ... 256 (steps of 8)` for a regular list, else the numbers."""
-    steps = {b - a for a, b in itertools.pairwise(numbers)}
-    if len(numbers) > 3 and len(steps) == 1:
-        step = steps.pop()
-        return f"{numbers[0]} to {numbers[-1]}" + (f" in steps of {step}" if step > 1 else "")
-    return ", ".join(map(str, numbers))

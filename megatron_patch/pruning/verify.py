@@ -17,7 +17,8 @@ from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir
 from megatron_patch.pruning import oracle, tid2eid
 from megatron_patch.pruning.apply import PLAN_COPY, WEIGHT_ENDINGS
-from megatron_patch.pruning.checkpoint import CONFIG_FILE, MoeCheckpoint, read_config
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.config_json import CONFIG_FILE, read_config
 from megatron_patch.pruning.families.family import Role
 from megatron_patch.pruning.plan_file import Plan, read_plan
 

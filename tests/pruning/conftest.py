@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch.pruning import apply, plan
-from megatron_patch.pruning.plan import Wish
+from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
 
 

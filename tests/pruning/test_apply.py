@@ -11,7 +11,7 @@ from safetensors import safe_open
 from megatron_patch.errors import UserError
 from megatron_patch.pruning import apply, plan
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
-from megatron_patch.pruning.plan import Wish
+from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
 from tests.pruning.conftest import make_pruned, prune
 
@@ -162,7 +162,7 @@ def test_output_rules(tmp_path):
     assert tree(made.output) == before
     partial = tmp_path / ".other.partial-prune"
     partial.mkdir()
-    with pytest.raises(UserError, match="must have no unfinished run: .* give --resume"):
+    with pytest.raises(UserError, match=r"must have no unfinished run: .* give --resume"):
         apply.run(made.model, made.plan, tmp_path / "other")
     assert apply.run(made.model, made.plan, tmp_path / "other", resume=True, progress=False) == 0
     assert tree(tmp_path / "other") == before and not partial.exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_patch.errors import UserError
-from megatron_patch.pruning import criteria
+from megatron_patch.pruning import criteria, wish
 from megatron_patch.pruning.statistics import SourceStatistics
 
 
@@ -54,18 +54,20 @@ def test_protected_experts_stay():
     [(["3:1,2", "all:5"], {3: {1, 2, 5}, 4: {5}}), ([], {}), (["4:0"], {4: {0}})],
 )
 def test_protect_lists(entries, expected):
-    assert criteria.parse_protected(entries, (3, 4)) == expected
+    assert wish.parse_protected(entries, (3, 4)) == expected
 
 
-@pytest.mark.parametrize("entry, word", [("3", "LAYER:ID"), ("x:1", "LAYER:ID"), ("3:a", "LAYER:ID"), ("7:1", "layer 7 is none")])
+@pytest.mark.parametrize(
+    "entry, word", [("3", "LAYER:ID"), ("x:1", "LAYER:ID"), ("3:a", "LAYER:ID"), ("7:1", "layer 7 is none")]
+)
 def test_malformed_protect_lists(entry, word):
     with pytest.raises(UserError, match=word):
-        criteria.parse_protected([entry], (3, 4))
+        wish.parse_protected([entry], (3, 4))
 
 
 def test_source_weights():
-    assert criteria.parse_weights([]) is None
-    assert criteria.parse_weights(["code=2", "a=b=0.5"]) == {"code": 2.0, "a=b": 0.5}
+    assert wish.parse_weights([]) is None
+    assert wish.parse_weights(["code=2", "a=b=0.5"]) == {"code": 2.0, "a=b": 0.5}
     for entry in ("code", "code=x", "=1"):
         with pytest.raises(UserError, match="SOURCE=WEIGHT"):
-            criteria.parse_weights([entry])
+            wish.parse_weights([entry])

@@ -13,7 +13,10 @@ from tests.pruning import checkpoints
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "qwen3_moe", None])
 def test_unknown_types_are_refused_with_the_known_ones(model_type):
-    with pytest.raises(UserError, match=f"{model_type!r} is not supported; known are deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4"):
+    with pytest.raises(
+        UserError,
+        match=f"{model_type!r} is not supported; known are deepseek_v2, deepseek_v3, deepseek_v32, deepseek_v4",
+    ):
         family_of({"model_type": model_type})
 
 
@@ -47,7 +50,13 @@ def test_published_sizes_of_the_routers():
     assert family.routing(v32) == type(family.routing(v32))(256, 8, 8, 4, 2)
     assert family.moe_layers(v32) == tuple(range(3, 61)) and family.keeps_mass(v32)
     lite = {"model_type": "deepseek_v2", "n_routed_experts": 64, "num_experts_per_tok": 6, "topk_method": "greedy"}
-    lite |= {"n_group": 1, "topk_group": 1, "num_hidden_layers": 27, "first_k_dense_replace": 1, "norm_topk_prob": False}
+    lite |= {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+    }
     assert family_of(lite).routing(lite).n_group == 1 and not family_of(lite).keeps_mass(lite)
 
 
@@ -65,7 +74,7 @@ def test_names_of_two_conversions_are_refused(tmp_path):
     config = checkpoints.CONFIGS["deepseek_v4"]
     state = checkpoints.state_of(config)
     mixed = {("model." if name.startswith("layers.3.") else "") + name: tensor for name, tensor in state.items()}
-    with pytest.raises(UserError, match="tensors must be named in one way: found layers.N.ffn and model.layers.N.ffn"):
+    with pytest.raises(UserError, match=r"tensors must be named in one way: found layers.N.ffn and model.layers.N.ffn"):
         MoeCheckpoint(checkpoints.write(tmp_path / "m", config, mixed))
 
 
@@ -74,7 +83,9 @@ def test_fused_experts_are_refused(tmp_path):
 
     config = checkpoints.CONFIGS["deepseek_v3"]
     state = {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(2)}
-    with pytest.raises(UserError, match=r"each expert must have its own tensors: model.layers.1.mlp.experts.gate_up_proj"):
+    with pytest.raises(
+        UserError, match=r"each expert must have its own tensors: model.layers.1.mlp.experts.gate_up_proj"
+    ):
         MoeCheckpoint(checkpoints.write(tmp_path / "m", config, state))
 
 
@@ -83,5 +94,7 @@ def test_config_that_names_single_experts_is_refused(tmp_path):
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {"ignore": ["model.layers.1.mlp.experts.3.up_proj"]}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config.json may not name single experts, whose numbers change: it has experts.3"):
+    with pytest.raises(
+        UserError, match=r"config.json may not name single experts, whose numbers change: it has experts.3"
+    ):
         MoeCheckpoint(model)

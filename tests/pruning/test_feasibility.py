@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from megatron_patch.errors import UserError
-from megatron_patch.pruning import plan
 from megatron_patch.pruning.feasibility import Routing, broken_rules, check_feasible, check_protected, feasible
-from megatron_patch.pruning.plan import Wish
+from megatron_patch.pruning.wish import Wish, check_only
 from tests.pruning import checkpoints
 
 V32 = Routing(experts=256, top_k=8, n_group=8, topk_group=4, group_members=2)
@@ -16,7 +15,12 @@ LITE = Routing(experts=64, top_k=6, n_group=1, topk_group=1, group_members=0)
 @pytest.mark.parametrize(
     "routing, keep, options, words",
     [
-        (V32, 100, {}, ["divisible by n_group = 8", "--keep 100 of 256", "nearest feasible: 104 or 96", "or --groups flatten"]),
+        (
+            V32,
+            100,
+            {},
+            ["divisible by n_group = 8", "--keep 100 of 256", "nearest feasible: 104 or 96", "or --groups flatten"],
+        ),
         (V32, 8, {}, ["8/8 = 1", "4 * 8/8 = 4 experts are in reach", "nearest feasible: 16"]),
         (V32, 128, {"ep": 24}, ["divisible by --ep 24", "nearest feasible: 120 or 144"]),
         (V32, 0, {}, ["1 <= experts kept <= 256"]),
@@ -50,14 +54,14 @@ def test_check_only_reads_config_alone(tmp_path, capsys):
     import json
 
     (tmp_path / "config.json").write_text(json.dumps(checkpoints.CONFIGS["deepseek_v3"]))
-    assert plan.run(tmp_path, Wish(keep=8), check_only=True) == 0
+    assert check_only(tmp_path, Wish(keep=8)) == 0
     out = capsys.readouterr().out
     assert "feasible: 8 of 16 experts (deepseek_v3, top 3, 4 groups of which 2)" in out
     assert "every feasible number: 8, 12, 16" in out
     with pytest.raises(UserError, match="nearest feasible: 12 or 8"):
-        plan.run(tmp_path, Wish(keep=10), check_only=True)
+        check_only(tmp_path, Wish(keep=10))
     with pytest.raises(UserError, match="--target ascend must come with --ep"):
-        plan.run(tmp_path, Wish(keep=8, target="ascend"), check_only=True)
+        check_only(tmp_path, Wish(keep=8, target="ascend"))
 
 
 def _router(experts: int, bias: torch.Tensor | None = None):

@@ -7,8 +7,8 @@ import torch
 
 from megatron_patch.pruning import apply, oracle, shards
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
-from megatron_patch.pruning.plan import Wish
 from megatron_patch.pruning.plan_file import Plan, read_plan
+from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
 from tests.pruning.conftest import make_pruned
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from megatron_patch.errors import UserError
 from megatron_patch.pruning import plan
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
-from megatron_patch.pruning.plan import Wish
 from megatron_patch.pruning.plan_file import read_plan
 from megatron_patch.pruning.statistics import Statistics
+from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
 
 V3 = checkpoints.CONFIGS["deepseek_v3"]
@@ -82,7 +82,10 @@ def experts_in_a_dense_layer(state):
         (drop_scale, "expert 5 in layer 1 .* lacks up_proj.weight_scale_inv"),
         (other_scale, "this quantisation is not supported"),
         (other_shape, "experts of a layer must have one shape and dtype: up_proj.weight in layer 1"),
-        (long_bias, r"e_score_correction_bias has shape \[20\] for 16 experts; an earlier pruning left it at its old length"),
+        (
+            long_bias,
+            r"e_score_correction_bias has shape \[20\] for 16 experts; an earlier pruning left it at its old length",
+        ),
         (long_router, r"gate.weight has shape \[20, 32\] for 16 experts"),
         (unknown_tensor, "every tensor of a MoE block must be known: model.layers.1.mlp.gate.weight_scale_inv"),
         (no_router, "layer 1 lacks a router"),
@@ -136,10 +139,10 @@ def test_statistics_of_another_model(tmp_path):
     one = checkpoints.make(tmp_path / "one", "deepseek_v3")
     stats = checkpoints.make_statistics(one, tmp_path / "s")
     other = checkpoints.make(tmp_path / "other", "deepseek_v3", shards=2)
-    with pytest.raises(UserError, match="--stats must be of this model: .* has index sha256 "):
+    with pytest.raises(UserError, match=r"--stats must be of this model: .* has index sha256 "):
         plan.make_plan(other, Wish(keep=8), stats)
     lite = checkpoints.make(tmp_path / "lite", "deepseek_v2")
-    with pytest.raises(UserError, match="has model_type deepseek_v3, .* deepseek_v2; observe this model"):
+    with pytest.raises(UserError, match=r"has model_type deepseek_v3, .* deepseek_v2; observe this model"):
         plan.make_plan(lite, Wish(keep=8), stats)
 
 
@@ -158,7 +161,10 @@ def test_counts_alone_serve_no_gate_criterion(tmp_path):
     whole = Statistics.load(checkpoints.make_statistics(model, tmp_path / "s"))
     counted = {name: type(s).routed_only(s.tokens, s.count) for name, s in whole.sources.items()}
     type(whole)(**{**vars(whole), "sources": counted}).save(tmp_path / "counts")
-    assert plan.make_plan(model, Wish(keep=8), tmp_path / "counts")["layers"] == plan.make_plan(model, Wish(keep=8), tmp_path / "s")["layers"]
+    assert (
+        plan.make_plan(model, Wish(keep=8), tmp_path / "counts")["layers"]
+        == plan.make_plan(model, Wish(keep=8), tmp_path / "s")["layers"]
+    )
     with pytest.raises(UserError, match="--criterion reap needs routing weights"):
         plan.make_plan(model, Wish(keep=8, criterion="reap"), tmp_path / "counts")
 

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import cached_property
 
 from megatron_patch.errors import UserError
+from megatron_patch.pruning.config_json import whole
 from megatron_patch.pruning.feasibility import Routing
 
 
@@ -180,22 +181,6 @@ class Family:
     def keeps_mass(self, config: dict) -> bool:
         """Whether the chosen experts' weights sum to the same after pruning."""
         return bool(config.get("norm_topk_prob")) if self.normalised is None else self.normalised
-
-
-def whole(config: dict, key: str, *, least: int, default: int | None = None) -> int:
-    """A whole number of config.json; a null or absent one is `default`.
-
-    Raises:
-        UserError: it is absent without a default, or something else than a whole number of at least `least`.
-    """
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(
-            f"{key} of config.json must be a whole number of at least {least}: {value!r}; get the config.json again"
-        )
-    return value
 
 
 def unsupported(model_type: object, known: Iterable[str]) -> UserError:
