@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_patch.pruning import apply, verify
+from megatron_patch.pruning import apply, oracle, verify
 from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
-from tests.pruning.conftest import make_pruned
+from tests.pruning.conftest import make_pruned, prune
 
 
 def result(model, output, plan, tmp_path, **options) -> dict[str, tuple[str, str]]:
@@ -135,6 +135,8 @@ TABLE = "layers.0.ffn.gate.tid2eid"
         ("names and numbers", "expert 8 of 9", rename("layers.2.ffn.experts.7.w1.weight", "layers.2.ffn.experts.8.w1.weight")),
         ("names and numbers", "lacks w1.weight", lambda o: edit(o, "layers.2.ffn.experts.3.w1.weight", lambda _: None)),
         ("names and numbers", "missing, the first is norm.weight", lambda o: edit(o, "norm.weight", lambda _: None)),
+        ("names and numbers", "is of no tensor of the source", rename("norm.weight", "other.weight")),
+        ("names and numbers", "mtp.0.x is of no tensor", rename("norm.weight", "mtp.0.x")),
         ("shapes", "norm.weight is BF16", lambda o: edit(o, "norm.weight", lambda t: t.bfloat16())),
         ("kept tensors", "differs from the source's layers.2", lambda o: edit(o, "layers.2.ffn.experts.3.w1.weight", flip)),
         ("kept tensors", "embed.weight differs", lambda o: edit(o, "embed.weight", flip)),
@@ -159,6 +161,14 @@ def test_damage_is_found(v4, tmp_path, check, words, damage):
     assert status == "FAIL" and words in detail, detail
 
 
+def test_an_mtp_layer_that_the_plan_drops_is_found(v4, tmp_path):
+    """With its 16 experts beside a config of 8, or pruned although it should be gone."""
+    stats = checkpoints.make_statistics(v4.model, tmp_path / "s", layers=(0, 1, 2, 3, 4))
+    made = prune(tmp_path, v4.model, stats, Wish(keep=8, mtp="scores"))
+    status, detail = result(v4.model, made.output, v4.plan, tmp_path)["names and numbers"]
+    assert status == "FAIL" and "MoE layers are not the plan's, the first that differs is 4" in detail
+
+
 def _total_size(output, size):
     index = output / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -169,16 +179,16 @@ def _total_size(output, size):
 def test_the_oracle_sees_what_the_bytes_do_not(tmp_path, monkeypatch):
     """Were the renumbering wrong in the plan and the files alike, only the logits would tell."""
     made = make_pruned(tmp_path, "deepseek_v3")
-    real = verify.oracle.load_model
+    real = oracle.load_model
 
     def other_order(path):
         model = real(path)
         if path == made.output:
-            for router in verify.oracle.routers(model).values():
+            for router in oracle.routers(model).values():
                 router.weight.data = router.weight.data.flip(0)
         return model
 
-    monkeypatch.setattr(verify.oracle, "load_model", other_order)
+    monkeypatch.setattr(oracle, "load_model", other_order)
     status, detail = result(made.model, made.output, made.plan, tmp_path)["masked oracle"]
     assert status == "FAIL" and "largest difference" in detail
 
