@@ -5,7 +5,7 @@
 Builds a synthetic DeepSeek-V3-shaped FP8 checkpoint of random bytes (experts with scales, 1 GB shards, a router and a bias
 a layer) in --folder, keeps every second expert, and takes turns: apply in a fresh process, then `cp` of the output's files
 in a fresh process. Both start with the files that they read out of the page cache and end when their output is on the
-disk: apply flushes each file itself, after cp the time of `sync` on its files is added. Memory is the process's largest
+disk: apply flushes its files itself, after cp the time of `sync` on its files is added. Memory is the process's largest
 resident set, and the part of it that importing the command takes is printed too.
 """
 
@@ -101,7 +101,7 @@ def forget(folder: Path) -> None:
 def timed(command: list[str]) -> tuple[float, int]:
     """Seconds, and the process's largest resident set in bytes."""
     start = time.perf_counter()
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{command} failed")

@@ -126,7 +126,7 @@ def _table_bytes(checkpoint: MoeCheckpoint, plan: Plan, number: int, tensor: Raw
 
 
 def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[[int], object]) -> str:
-    """Write a shard and flush it to the disk; memory stays within a few buffers.
+    """Write a shard; memory stays within a few buffers. It is not flushed to the disk: that is waited for once, at the end.
 
     Args:
         source: the source's file.
@@ -157,7 +157,6 @@ def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[
                 _write(writer, view)
                 hasher.put(view, buffer)
                 progress(len(view))
-        os.fsync(writer.fileno())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.plan_file import Plan, read_plan
 from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
-from tests.pruning.conftest import make_pruned
+from tests.pruning.conftest import make_pruned, prune
 
 TOKENS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(3))
 
@@ -121,3 +121,21 @@ def test_masks_are_lifted_again(pruned):
     with oracle.masked(loaded, plan.kept, tables):
         assert apart(oracle.logits_and_mass(loaded, TOKENS)[0], before) > 1e-2
     assert torch.equal(oracle.logits_and_mass(loaded, TOKENS)[0], before)
+
+
+def test_v4_with_43_layers_and_more_compress_ratios(tmp_path):
+    """The published model's numbers of layers, hash layers and ratios (44 or 46 for 43 layers); widths are small."""
+    ratios = [0, 0] + [4, 128] * 22
+    numbers = {"num_hidden_layers": 43, "num_hash_layers": 3, "n_routed_experts": 8, "compress_ratios": ratios}
+    made = make_pruned(tmp_path / "46", "deepseek_v4", Wish(keep=4), **numbers)
+    plan = read_plan(made.plan, MoeCheckpoint(made.model))
+    assert sorted(plan.tid2eid) == [0, 1, 2] and len(plan.kept) == 43
+    output = MoeCheckpoint(made.output)
+    tables = {n: torch.tensor(plan.kept[n])[output.load(output.layers[n].table)] for n in plan.tid2eid}
+    expected = masked_logits(made.model, plan.kept, tables)
+    assert apart(logits(made.output), expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+    config = json.loads((made.model / "config.json").read_text())
+    config["compress_ratios"] = ratios[:44]
+    (made.model / "config.json").write_text(json.dumps(config))
+    again = prune(tmp_path, made.model, made.stats, Wish(keep=4))
+    assert json.loads((again.output / "config.json").read_text())["compress_ratios"] == ratios[:44]
