@@ -98,14 +98,14 @@ def forget(folder: Path) -> None:
             os.close(number)
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the process's largest resident set in bytes."""
+def timed(command: list[str]) -> tuple[float, int, float]:
+    """Seconds, the process's largest resident set in bytes, and the seconds of CPU that it took."""
     start = time.perf_counter()
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{command} failed")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    return time.perf_counter() - start, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -129,19 +129,24 @@ def measure(folder: Path, gigabytes: float, repeats: int) -> list[dict]:
     make_plan(model, plan)
     python, code = sys.executable, "import megatron_patch.pruning.apply"
     out, copy = folder / "out", folder / "copy"
-    import_seconds, import_bytes = timed([python, "-c", code])
+    import_seconds, import_bytes, import_cpu = timed([python, "-c", code])
     apply = [python, "-m", "megatron_patch", "prune", "apply", "--model", model, "--plan", plan, "--output", out]
     ours, theirs, resident = [], [], 0
     for _ in range(repeats):
         for leftover in (out, copy):
             shutil.rmtree(leftover, ignore_errors=True)
         forget(model)
-        seconds, used = timed([str(part) for part in apply])
+        seconds, used, cpu = timed([str(part) for part in apply])
         ours.append(seconds)
         resident = max(resident, used)
         forget(out)
-        theirs.append(timed(["bash", "-c", f"cp -r '{out}' '{copy}' && sync '{copy}'/*"])[0])
-        print(f"apply {seconds:.2f} s (of which {import_seconds:.2f} s of imports), cp {theirs[-1]:.2f} s", flush=True)
+        copied, _, cpu_of_cp = timed(["bash", "-c", f"cp -r '{out}' '{copy}' && sync '{copy}'/*"])
+        theirs.append(copied)
+        print(
+            f"apply {seconds:.2f} s ({cpu:.1f} s of CPU; imports alone take {import_seconds:.2f} and {import_cpu:.1f}), "
+            f"cp {copied:.2f} s ({cpu_of_cp:.1f} s of CPU)",
+            flush=True,
+        )
     kept = sum(item.stat().st_size for item in out.rglob("*") if item.is_file())
     size = sum(item.stat().st_size for item in model.rglob("*") if item.is_file())
     best = statistics.median(theirs) / statistics.median(ours)

@@ -216,6 +216,23 @@ class MoeCheckpoint:
                     f"experts of a layer must have one shape and dtype: {tail[1:]} in {where} has {sorted(forms)}; get them again"
                 )
 
+    def _check_kind(self, layer: MoeLayer) -> None:
+        """A layer routes by table or by bias, as config.json says; one that lost its bias would be given zeros by a loader."""
+        key = self.family.hash_layers_key
+        hashed = self.config.get(key) if key else 0
+        if layer.mtp:
+            return
+        if isinstance(hashed, int) and (layer.number < hashed) != (layer.table is not None):
+            state = "lacks its table" if layer.table is None else "has a table"
+            raise UserError(
+                f"layers must be routed as config.json's {key} = {hashed} says: layer {layer.number} of {self.path} {state}; "
+                "get the files again"
+            )
+        if self.naming.bias and layer.table is None and layer.bias is None:
+            raise UserError(
+                f"a router must have its {self.naming.bias}: layer {layer.number} of {self.path} lacks it; get its shard again"
+            )
+
     def _check_router(self, layer: MoeLayer) -> None:
         count = self.routing.experts
         for name in filter(None, (layer.router, layer.bias)):
@@ -225,6 +242,7 @@ class MoeCheckpoint:
                     f"a router must have one row and one bias per expert: {name} has shape {list(shape)} for {count} experts; "
                     "an earlier pruning left it at its old length, or config.json is another's"
                 )
+        self._check_kind(layer)
         if layer.table is None:
             return
         shape = self.tensors[layer.table].shape

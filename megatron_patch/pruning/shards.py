@@ -3,12 +3,14 @@
 Whole tensors are copied as they lie in the file, so FP8 blocks with their scales and packed FP4 keep every bit.
 """
 
+import errno
 import hashlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from megatron_patch.errors import UserError
@@ -18,8 +20,9 @@ from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.families.family import Key, Role
 from megatron_patch.pruning.plan_file import Plan
 
-BUFFER_BYTES = 8 << 20
-_BUFFERS = 4
+CHUNK_BYTES = 8 << 20
+_HASH_BYTES = 1 << 20  # stays in the processor's cache
+_AHEAD_BYTES = 64 << 20  # in the page cache, not in the process
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def _table_bytes(checkpoint: MoeCheckpoint, plan: Plan, number: int, tensor: Raw
 
 
 def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[[int], object]) -> str:
-    """Write a shard; memory stays within a few buffers. It is not flushed to the disk: that is waited for once, at the end.
+    """Write a shard; memory is a buffer or two. It is not flushed to the disk: that is waited for once, at the end.
 
     Args:
         source: the source's file.
@@ -135,29 +138,52 @@ def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[
         progress: called with the bytes of data after each piece.
 
     Returns:
-        SHA-256 of the file, hex.
+        SHA-256 of the file as it was written, hex.
     """
-    digest = hashlib.sha256()
     with (
         open(source, "rb", buffering=0) as reader,
-        open(target, "wb", buffering=0) as writer,
-        _Hasher(digest) as hasher,
+        open(target, "wb+", buffering=0) as writer,
+        _Hasher(writer) as hasher,
     ):
-        os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         pieces: list[tuple[int, int] | bytes] = [(0, os.fstat(reader.fileno()).st_size)]
         if not shard.unchanged:
             head = header_bytes(((t.name, t.dtype, t.shape, t.nbytes) for t in shard.tensors), shard.metadata)
             pieces = [head, *_joined(shard.tensors)]
-        for piece in pieces:
-            if isinstance(piece, bytes):
-                _write(writer, memoryview(piece))
-                hasher.put(memoryview(piece), None)
-                continue
-            for view, buffer in _read(reader.fileno(), *piece, hasher):
-                _write(writer, view)
-                hasher.put(view, buffer)
-                progress(len(view))
-    return digest.hexdigest()
+        copy = _Copier(reader.fileno(), writer.fileno())
+        for chunk in _prefetched(reader.fileno(), list(_chunks(pieces))):
+            if isinstance(chunk, bytes):
+                _write(writer.fileno(), memoryview(chunk))
+                hasher.written(len(chunk))
+            else:
+                copy(*chunk)
+                hasher.written(chunk[1])
+                progress(chunk[1])
+    return hasher.hexdigest()
+
+
+def _chunks(pieces: Iterable[tuple[int, int] | bytes]) -> Iterator[tuple[int, int] | bytes]:
+    """Pieces of the source, long ones cut."""
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            yield piece
+            continue
+        start, length = piece
+        for offset in range(start, start + length, CHUNK_BYTES):
+            yield offset, min(CHUNK_BYTES, start + length - offset)
+
+
+def _prefetched(number: int, chunks: list[tuple[int, int] | bytes]) -> Iterator[tuple[int, int] | bytes]:
+    """The chunks; the kernel is told early what will be read, which it cannot guess across the gaps of dropped experts."""
+    ahead, asked = 0, 0
+    for chunk in chunks:
+        while asked < len(chunks) and ahead < _AHEAD_BYTES:
+            if not isinstance(chunks[asked], bytes):
+                os.posix_fadvise(number, *chunks[asked], os.POSIX_FADV_WILLNEED)
+                ahead += chunks[asked][1]
+            asked += 1
+        yield chunk
+        if not isinstance(chunk, bytes):
+            ahead -= chunk[1]
 
 
 def _joined(tensors: tuple[OutTensor, ...]) -> Iterator[tuple[int, int] | bytes]:
@@ -181,57 +207,84 @@ def _joined(tensors: tuple[OutTensor, ...]) -> Iterator[tuple[int, int] | bytes]
         yield start, length
 
 
-def _write(writer, view: memoryview) -> None:
+def _write(number: int, view: memoryview) -> None:
     while view:
-        view = view[writer.write(view) :]
+        view = view[os.write(number, view) :]
 
 
-def _read(number: int, start: int, length: int, hasher: "_Hasher") -> Iterator[tuple[memoryview, bytearray]]:
-    for offset in range(start, start + length, BUFFER_BYTES):
-        size = min(BUFFER_BYTES, start + length - offset)
-        buffer = hasher.free()
-        view, got = memoryview(buffer)[:size], 0
-        while got < size:
-            count = os.preadv(number, [view[got:]], offset + got)
+class _Copier:
+    """Copies a range of one file to the end of another: in the kernel where the two file systems can, else through a buffer."""
+
+    def __init__(self, reader: int, writer: int):
+        self._reader, self._writer = reader, writer
+        self._in_kernel = True
+        self._buffer = bytearray()
+
+    def __call__(self, offset: int, length: int) -> None:
+        while length:
+            count = self._kernel(offset, length) or self._plain(offset, length)
             if not count:
-                raise OSError(
-                    f"the source became shorter while it was read: {size - got} bytes are missing at {offset + got}"
-                )
-            got += count
-        yield view, buffer
+                raise OSError(f"the source became shorter while it was read: {length} bytes are missing at {offset}")
+            offset, length = offset + count, length - count
+
+    def _kernel(self, offset: int, length: int) -> int:
+        if self._in_kernel:
+            try:
+                return os.copy_file_range(self._reader, self._writer, length, offset)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+                    raise
+                self._in_kernel = False
+        return 0
+
+    def _plain(self, offset: int, length: int) -> int:
+        if not self._buffer:
+            self._buffer = bytearray(CHUNK_BYTES)
+        view = memoryview(self._buffer)[: min(length, CHUNK_BYTES)]
+        count = os.preadv(self._reader, [view], offset)
+        _write(self._writer, view[:count])
+        return count
 
 
 class _Hasher:
-    """Hashes what was written in a thread of its own, while the next piece is read; a few buffers go round."""
+    """Hashes a file in a thread while it is written, from what the file holds, a little behind its end."""
 
-    def __init__(self, digest):
-        self._digest = digest
-        self._work: queue.Queue = queue.Queue()
-        self._free: queue.Queue = queue.Queue()
-        for _ in range(_BUFFERS):
-            self._free.put(bytearray(BUFFER_BYTES))
+    def __init__(self, file: FileIO):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._lengths: queue.Queue[int] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: OSError | None = None
 
     def __enter__(self) -> "_Hasher":
         self._thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until everything is hashed."""
-        self._work.put(None)
+        self._lengths.put(0)
         self._thread.join()
 
-    def free(self) -> bytearray:
-        """A buffer to read into; waits for one."""
-        return self._free.get()
+    def written(self, length: int) -> None:
+        """So many bytes more are in the file."""
+        if length:
+            self._lengths.put(length)
 
-    def put(self, view: memoryview, buffer: bytearray | None) -> None:
-        """Hash a view after those before it; its buffer, if it is one of ours, is free then."""
-        self._work.put((view, buffer))
+    def hexdigest(self) -> str:
+        """After the block."""
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            view, buffer = item
-            self._digest.update(view)
-            if buffer is not None:
-                self._free.put(buffer)
+        view, offset = memoryview(bytearray(_HASH_BYTES)), 0
+        try:
+            while length := self._lengths.get():
+                while length:
+                    count = os.preadv(self._file.fileno(), [view[: min(length, _HASH_BYTES)]], offset)
+                    if not count:
+                        raise OSError(f"{self._file.name} became shorter while it was written")
+                    self._digest.update(view[:count])
+                    offset, length = offset + count, length - count
+        except OSError as error:
+            self._error = error

@@ -214,3 +214,36 @@ def test_an_upcycled_export_is_pruned_like_its_base(tmp_path):
     made = prune(tmp_path, model, checkpoints.make_statistics(model, tmp_path / "s"), Wish(keep=8))
     output = MoeCheckpoint(made.output)
     assert sorted(output.layers) == [1, 2, 3] and "model.layers.3.self_attn.indexer.wk.weight" in output.tensors
+
+
+def test_without_copies_in_the_kernel_the_bytes_are_the_same(tmp_path, monkeypatch):
+    """Where two file systems cannot copy between themselves, and where a copy comes in parts."""
+    made = make_pruned(tmp_path, "deepseek_v3", quantise="fp8")
+    calls = []
+
+    def refuse(*args):
+        calls.append(args)
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    apply.run(made.model, made.plan, tmp_path / "plain", progress=False)
+    assert tree(tmp_path / "plain") == tree(made.output) and calls
+    monkeypatch.undo()
+    real = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, length, offset: real(a, b, min(length, 7), offset))
+    apply.run(made.model, made.plan, tmp_path / "parts", progress=False)
+    assert tree(tmp_path / "parts") == tree(made.output)
+
+
+def test_a_disk_that_fails_is_no_silent_loss(tmp_path, monkeypatch):
+    made = make_pruned(tmp_path, "deepseek_v3")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(OSError, match="No space left"):
+        apply.run(made.model, made.plan, tmp_path / "out", progress=False)
+    monkeypatch.undo()
+    assert apply.run(made.model, made.plan, tmp_path / "out", resume=True, progress=False) == 0
+    assert tree(tmp_path / "out") == tree(made.output)

@@ -78,6 +78,18 @@ def test_names_of_two_conversions_are_refused(tmp_path):
         MoeCheckpoint(checkpoints.write(tmp_path / "m", config, mixed))
 
 
+def test_v4_under_transformers_names(tmp_path):
+    config = checkpoints.CONFIGS["deepseek_v4"]
+    native = checkpoints.state_of(config)
+    renamed = {}
+    for name, tensor in native.items():
+        for old, new in ((".ffn.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")):
+            name = name.replace(old, new)
+        renamed["model." + name.replace("gate.bias", "gate.e_score_correction_bias")] = tensor
+    checkpoint = MoeCheckpoint(checkpoints.write(tmp_path / "m", config, renamed))
+    assert checkpoint.naming.name == "model.layers.N.mlp" and sorted(checkpoint.layers) == [0, 1, 2, 3]
+
+
 def test_fused_experts_are_refused(tmp_path):
     import torch
 

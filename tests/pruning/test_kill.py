@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 POINTS = 20
 
 # Imports once, then forks a process for each run. A run counts what it does to the file system (every open, rename,
-# removal, copy, and each write of a shard) and kills itself with SIGKILL at a given count, at a write after half of it.
+# removal, copy, and each piece of a shard) and kills itself with SIGKILL at a given count, in a piece after half of it.
 DRIVER = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -32,14 +32,14 @@ def audit(event, args):
     if armed and event in EVENTS:
         step()
 
-real = shards._write
-def write(writer, view):
-    half = len(view) // 2
-    real(writer, view[:half])
+real = shards._Copier.__call__
+def copy(self, offset, length):
+    half = length // 2
+    real(self, offset, half)
     if armed:
         step()
-    real(writer, view[half:])
-shards._write = write
+    real(self, offset + half, length - half)
+shards._Copier.__call__ = copy
 os.fsync = lambda number: None  # guards against a power cut, which a kill is not; it takes most of the time
 sys.addaudithook(audit)
 

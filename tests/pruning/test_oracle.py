@@ -73,6 +73,15 @@ def test_why_groups_keep_the_same_number_in_ascending_order(tmp_path, model_type
         assert difference < 1e-5 if close else difference > 0.1, (name, difference)
 
 
+def test_v2_with_groups(tmp_path):
+    """DeepSeek-V2's own router: a group's score is its best expert."""
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    made = make_pruned(tmp_path, "deepseek_v2", **groups)
+    plan = read_plan(made.plan, MoeCheckpoint(made.model))
+    assert all(sum(e // 4 == group for e in kept) == 2 for kept in plan.kept.values() for group in range(4))
+    assert apart(logits(made.output), masked_logits(made.model, plan.kept)) < 1e-5
+
+
 def test_flattened_groups_equal_the_masked_model_without_groups(tmp_path):
     made = make_pruned(tmp_path, "deepseek_v3", Wish(keep=7, groups="flatten"))
     plan = read_plan(made.plan, MoeCheckpoint(made.model))

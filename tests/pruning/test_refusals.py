@@ -63,6 +63,10 @@ def no_router(state):
     del state["model.layers.1.mlp.gate.weight"]
 
 
+def no_bias(state):
+    del state["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
 def not_renumbered(state):
     """As a pruning of 32 to 16 leaves it that keeps the old numbers."""
     for name in [name for name in state if ".layers.1.mlp.experts.3." in name]:
@@ -89,6 +93,7 @@ def experts_in_a_dense_layer(state):
         (long_router, r"gate.weight has shape \[20, 32\] for 16 experts"),
         (unknown_tensor, "every tensor of a MoE block must be known: model.layers.1.mlp.gate.weight_scale_inv"),
         (no_router, "layer 1 lacks a router"),
+        (no_bias, "a router must have its gate.e_score_correction_bias: layer 1"),
         (not_renumbered, "numbered 0 to 15 .* has expert 30 of 16; an earlier pruning did not renumber"),
         (experts_in_a_dense_layer, "layer 0 has them and should not"),
     ],
@@ -107,6 +112,14 @@ def test_a_table_out_of_range(tmp_path, value, words):
         state["layers.0.ffn.gate.tid2eid"][5, 1] = value
 
     with pytest.raises(UserError, match=words):
+        MoeCheckpoint(built(tmp_path, change, checkpoints.CONFIGS["deepseek_v4"]))
+
+
+def test_a_hash_layer_without_its_table(tmp_path):
+    def change(state):
+        del state["layers.1.ffn.gate.tid2eid"]
+
+    with pytest.raises(UserError, match=r"num_hash_layers = 2 says: layer 1 .* lacks its table"):
         MoeCheckpoint(built(tmp_path, change, checkpoints.CONFIGS["deepseek_v4"]))
 
 
