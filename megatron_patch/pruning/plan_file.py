@@ -1,0 +1,106 @@
+"""plan.json: which experts stay, read back and checked against the checkpoint that it is for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_patch.errors import UserError
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.config_json import MTP_COUNT
+
+SCHEMA = 1
+ABSENT = None  # what `config_changes` has as the old value of a key that config.json lacks
+CHANGEABLE = ("n_routed_experts", MTP_COUNT, "n_group", "topk_group")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked plan.
+
+    Attributes:
+        keep: experts of each layer after pruning.
+        kept: of each MoE layer's number, the experts that stay, ascending.
+        drop_mtp: MTP layers go.
+        groups: "keep" or "flatten".
+        config_changes: key of config.json -> (old, new).
+        tid2eid: of each hash layer's number, what plan.json says of its table.
+        content: plan.json itself.
+    """
+
+    keep: int
+    kept: dict[int, list[int]]
+    drop_mtp: bool
+    groups: str
+    config_changes: dict[str, tuple]
+    tid2eid: dict[int, dict]
+    content: dict
+
+
+def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
+    """Read plan.json and check that it is a plan for this checkpoint.
+
+    Raises:
+        UserError: the file is missing or malformed, is for another model, or contradicts itself or the checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--plan must be a file of `prune plan`: {path} does not exist; make it first")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r}, this release reads {SCHEMA}")
+        kept = {int(number): [int(e) for e in layer["kept"]] for number, layer in content["layers"].items()}
+        renumbering = {
+            int(n): {int(o): new for o, new in v["old_to_new"].items()} for n, v in content["layers"].items()
+        }
+        plan = Plan(
+            keep=int(content["keep"]),
+            kept=kept,
+            drop_mtp=content["mtp"] == "drop",
+            groups=content["groups"],
+            config_changes={key: (old, new) for key, (old, new) in content["config_changes"].items()},
+            tid2eid={int(number): dict(entry) for number, entry in content["tid2eid"].items()},
+            content=content,
+        )
+        model_type, sha256 = content["model_type"], content["source_index_sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--plan must be a file of `prune plan`: {path}: {error!r}; make it again") from None
+    if (model_type, sha256) != (checkpoint.family.model_type, checkpoint.sha256):
+        raise UserError(
+            f"--plan must be for this model: {path} is for a {model_type} with index {str(sha256)[:12]}, {checkpoint.path} is a "
+            f"{checkpoint.family.model_type} with {checkpoint.sha256[:12]}; plan again, or give the model it was made for"
+        )
+    for number, experts in kept.items():
+        if renumbering[number] != {old: new for new, old in enumerate(experts)}:
+            raise UserError(
+                f"a plan must renumber in order: layer {number} of {path} does not map kept to 0, 1, 2 ...; make it again"
+            )
+    _check(plan, path, checkpoint)
+    return plan
+
+
+def _check(plan: Plan, path: Path, checkpoint: MoeCheckpoint) -> None:
+    def refuse(detail: str) -> UserError:
+        return UserError(f"a plan must fit its checkpoint: {path}: {detail}; make it again with `prune plan`")
+
+    expected = {number for number, layer in checkpoint.layers.items() if not (layer.mtp and plan.drop_mtp)}
+    if plan.kept.keys() != expected:
+        raise refuse(f"it lists other layers, e.g. {min(plan.kept.keys() ^ expected)}")
+    for number, experts in plan.kept.items():
+        if (
+            len(experts) != plan.keep
+            or experts != sorted(set(experts))
+            or not set(experts) <= set(range(checkpoint.routing.experts))
+        ):
+            raise refuse(
+                f"layer {number} must keep {plan.keep} experts of 0 to {checkpoint.routing.experts - 1}, ascending"
+            )
+    for key, (old, _) in plan.config_changes.items():
+        if key not in CHANGEABLE or checkpoint.config.get(key, ABSENT) != old:
+            raise refuse(f"config.json has {key} = {checkpoint.config.get(key)!r}, the plan changes it from {old!r}")
+    now = {**checkpoint.config, **{key: new for key, (_, new) in plan.config_changes.items()}}
+    if now["n_routed_experts"] != plan.keep:
+        raise refuse(f"it keeps {plan.keep} experts and writes n_routed_experts = {now['n_routed_experts']}")
+    hashed = {n for n in plan.kept if checkpoint.layers[n].table and plan.keep < checkpoint.routing.experts}
+    if plan.tid2eid.keys() != hashed:
+        raise refuse("its tid2eid lists other layers than those with a table")
