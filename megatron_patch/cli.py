@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatron_patch import __version__, errors, flags
+from megatron_patch import __version__, cli_prune, errors, flags
 from megatron_patch.errors import UserError
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.planning.layout import PlanParallel
@@ -203,12 +203,15 @@ class Evaluate:
 
 
 COMMANDS = {"demo-base": DemoBase, "plan": Plan, "export": Export, "check": Check, "evaluate": Evaluate}
+GROUPS = {"prune": cli_prune}  # commands that have commands of their own
 
 
 def usage() -> str:
     """The text of `dsa-upcycle --help`."""
-    width = max(map(len, COMMANDS))
-    rows = [f"  {name:<{width}}  {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    summaries = {name: command.__doc__.splitlines()[0] for name, command in COMMANDS.items()}
+    summaries |= {name: group.SUMMARY for name, group in GROUPS.items()}
+    width = max(map(len, summaries))
+    rows = [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
     return "\n".join(
         [
             f"{PROG} {__version__}: DeepSeek-V2-Lite with DSA layers, from a checkpoint to its scores",
@@ -235,8 +238,11 @@ def dispatch(argv: Sequence[str]) -> int | None:
         print(__version__)
         return errors.EXIT_OK
     name, rest = argv[0], argv[1:]
+    if name in GROUPS:
+        return GROUPS[name].dispatch(rest)
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name}; {flags.did_you_mean(name, COMMANDS)}commands: {', '.join(COMMANDS)}")
+        known = [*COMMANDS, *GROUPS]
+        raise UserError(f"unknown command {name}; {flags.did_you_mean(name, known)}commands: {', '.join(known)}")
     return flags.parse(COMMANDS[name], rest, f"{PROG} {name}")()
 
 

@@ -75,14 +75,14 @@ def _swap_in(partial: Path, path: Path) -> None:
     shutil.rmtree(old)
 
 
-def atomic_write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text file as a whole or not at all."""
+def atomic_write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a file as a whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
@@ -90,6 +90,11 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """`atomic_write_bytes` of a text in UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
 
 
 def atomic_write_json(path: str | Path, value: object) -> None:

@@ -1,0 +1,1 @@
+"""Expert pruning: observe routing, plan, apply, verify. torch, safetensors and transformers; no megatron."""
