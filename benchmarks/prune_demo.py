@@ -4,8 +4,9 @@
 
 Experts are chosen by statistics over training conversations (never the suite's rows) and scored on the suite with masked
 routers, so nothing is written. Two ways of choosing: `all tasks` keeps one set of experts for all tasks, `own task` one
-set per task from that task's conversations alone. A figure is the mean over tasks of exact match, divided by the whole
-base's; random keeping is the mean of several draws, with the lowest and highest in brackets.
+set per task from that task's conversations alone. The first table is the mean over tasks of exact match, divided by the
+whole base's; the second the lowest ratio of a task to the whole base, by which `evaluate` gives its verdict. Random
+keeping is the mean of several draws, with the lowest and highest in brackets.
 """
 
 import json
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import tyro
@@ -39,6 +41,13 @@ CRITERIA = {
 }
 CALIBRATION_SEED = 7
 Kept = dict[int, list[int]]
+
+
+class Relative(NamedTuple):
+    """Exact match over the whole base's: of the means over tasks, and of the worst task."""
+
+    mean: float
+    worst: float
 
 
 @dataclass
@@ -110,43 +119,46 @@ def main(arguments: Arguments) -> None:
     whole = scorer.score({name: {} for name in names})
     print(f"whole base: {', '.join(f'{name} {value:.2f}' for name, value in whole.items())}", flush=True)
 
-    def relative(kept: Mapping[str, Kept]) -> tuple[float, dict[str, float]]:
+    def relative(kept: Mapping[str, Kept]) -> Relative:
         scores = scorer.score(kept)
-        return stdlib_statistics.mean(scores.values()) / stdlib_statistics.mean(whole.values()), scores
+        mean = stdlib_statistics.mean(scores.values()) / stdlib_statistics.mean(whole.values())
+        return Relative(mean, min(scores[name] / whole[name] for name in names))
 
     def chosen(source: SourceStatistics, criterion: str, keep: int) -> Kept:
         return best(seen.layers, CRITERIA[criterion](source), keep)
 
-    figures = []
+    rows: list[dict[str, list[Relative]]] = []
     everything = seen.combined()
     for keep in arguments.keep:
-        row: dict[str, object] = {"keep": keep, "experts": seen.num_experts}
-        draws = [
-            relative(dict.fromkeys(names, at_random(seen.layers, seen.num_experts, keep, seed)))[0]
-            for seed in range(arguments.seeds)
-        ]
-        row["random"] = draws
+        draws = (at_random(seen.layers, seen.num_experts, keep, seed) for seed in range(arguments.seeds))
+        row = {"random": [relative(dict.fromkeys(names, kept)) for kept in draws]}
         for criterion in CRITERIA:
-            row[f"{criterion}, all tasks"] = relative(dict.fromkeys(names, chosen(everything, criterion, keep)))
-            row[f"{criterion}, own task"] = relative({n: chosen(seen.sources[n], criterion, keep) for n in names})
-        figures.append(row)
-        print(_line(row), flush=True)
+            of_all = chosen(everything, criterion, keep)
+            row[f"{criterion}, all tasks"] = [relative(dict.fromkeys(names, of_all))]
+            row[f"{criterion}, own task"] = [relative({n: chosen(seen.sources[n], criterion, keep) for n in names})]
+        rows.append(row)
+        print(f"{keep} of {seen.num_experts} done", flush=True)
     if arguments.json is not None:
+        figures = {str(keep): row for keep, row in zip(arguments.keep, rows, strict=True)}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"whole": whole, "figures": figures}, indent=2) + "\n")
-    _table(figures)
+        arguments.json.write_text(json.dumps({"whole": whole, "kept": figures}, indent=2) + "\n")
+    kept = [f"{keep} of {seen.num_experts}" for keep in arguments.keep]
+    print_table("mean over tasks", kept, [{k: [r.mean for r in v] for k, v in row.items()} for row in rows])
+    print_table("worst task", kept, [{k: [r.worst for r in v] for k, v in row.items()} for row in rows])
 
 
-def _line(row: Mapping[str, object]) -> str:
-    draws = row["random"]
-    cells = [f"{row['keep']} of {row['experts']}", f"{sum(draws) / len(draws):.2f} [{min(draws):.2f}, {max(draws):.2f}]"]
-    return " | ".join(["", *cells, *(f"{value[0]:.2f}" for name, value in row.items() if "," in name), ""]).strip()
+def print_table(title: str, kept: list[str], rows: list[dict[str, list[float]]]) -> None:
+    """Markdown."""
+    print(f"\n{title}, relative to the whole base\n\n| kept | " + " | ".join(rows[0]) + " |")
+    print("|" + "---:|" * (len(rows[0]) + 1))
+    for name, row in zip(kept, rows, strict=True):
+        print(f"| {name} | " + " | ".join(map(_cell, row.values())) + " |")
 
 
-def _table(figures: list[dict[str, object]]) -> None:
-    names = ["kept", "random", *(name for name in figures[0] if "," in name)]
-    print("\n| " + " | ".join(names) + " |\n|" + "---:|" * len(names))
-    print("\n".join(_line(row) for row in figures))
+def _cell(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{stdlib_statistics.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class Evaluate:
     output: Path
     """A new or empty directory."""
     kind: Literal["upcycle", "prune"] = "upcycle"
-    """What made the model out of the base."""
+    """What made the model out of the base. prune: a base with fewer experts; its DSA layers, if any, are not tested."""
     limit: int | None = None
     """Score only the first N rows of each task."""
     trust_remote_code: bool = False

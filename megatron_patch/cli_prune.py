@@ -102,7 +102,7 @@ class Observe:
 
 @dataclass
 class Report:
-    """Draw statistics, and a plan made from them: which experts are used, and what part of the traffic n of them take.
+    """Draw which experts are used, what part of the traffic n of them take, and what a plan keeps.
 
     Writes report.md, heatmap.png (layer x expert) and coverage.png.
 

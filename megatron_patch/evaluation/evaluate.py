@@ -81,7 +81,8 @@ def run(
 
     Args:
         base: Hugging Face directory of the base.
-        model: an export (kind "upcycle"), or a pruned model ("prune": no DSA layers, so no ablations).
+        model: an export (kind "upcycle"), or a pruned model ("prune": no ablations, since its base has the same DSA
+            layers or none).
         suite: directory with suite.json; see `suite.py`.
         output: new or empty directory.
         limit: score only the first so many rows of each task and held-out documents.
@@ -108,7 +109,8 @@ def run(
     _check_vocabulary(work, base_dir, model_dir)
     identities = [directory_identity(path, progress=True) for path in (base, model)]
 
-    of_base, of_model = _score(base_dir, work, "base"), _score(model_dir, work, "model")
+    ablated = model_dir.dsa_layers if kind == recovery.UPCYCLE else ()
+    of_base, of_model = _score(base_dir, work, "base", ()), _score(model_dir, work, "model", ablated)
     content = _assemble(kind, (base_dir, model_dir), identities, work, of_base, of_model)
     content["warnings"] = _warnings(content, model_dir, identities[0], of_base, of_model, work.dtype, limit)
     content["settings"] = {
@@ -144,17 +146,22 @@ def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) 
 
 
 def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory) -> None:
+    if kind == recovery.PRUNE:
+        if base.dsa_layers != model.dsa_layers:
+            raise UserError(
+                f"a pruned model has the DSA layers of its base: {base.path} has {list(base.dsa_layers)}, {model.path} has "
+                f"{list(model.dsa_layers)}; give the model that was pruned as --base, or use --kind upcycle"
+            )
+        return
     if base.dsa_layers:
         raise UserError(
             f"--base must be a base without DSA layers: {base.path} has some; give the model it was made from"
         )
-    if kind == recovery.UPCYCLE and not model.dsa_layers:
+    if not model.dsa_layers:
         raise UserError(
             f"--kind upcycle needs a --model with DSA layers: {model.path} has none; give what `dsa-upcycle export` "
             "wrote, or --kind prune"
         )
-    if kind == recovery.PRUNE and model.dsa_layers:
-        raise UserError(f"--kind prune scores a model without DSA layers: {model.path} has some; use --kind upcycle")
 
 
 def _encode(
@@ -180,26 +187,26 @@ def _check_vocabulary(work: _Work, *directories: ModelDirectory) -> None:
             )
 
 
-def _score(directory: ModelDirectory, work: _Work, label: str) -> _Scores:
-    """Load, score with every ablation that applies, and forget the model."""
+def _score(directory: ModelDirectory, work: _Work, label: str, ablated: tuple[int, ...]) -> _Scores:
+    """Load, score also with each ablation of the DSA layers `ablated`, and forget the model."""
     model = load_model(directory, dtype=work.dtype, device=work.device)
     with tqdm(total=work.tokens, unit="tok", unit_scale=True, desc=f"score {label}") as bar:
         options: dict[str, Any] = {"batch_size": work.batch_size, "progress": bar.update}
         tasks = []
         for task, examples in zip(work.suite.tasks, work.tasks, strict=True):
             bar.set_postfix_str(task.name)
-            tasks.append(exact_matches(model, examples, _ablations(model, directory, work.seed), **options))
+            tasks.append(exact_matches(model, examples, _ablations(model, ablated, work.seed), **options))
         bar.set_postfix_str("held-out text")
-        alone = {layer_name(i): partial(bypassed, model, [i]) for i in directory.dsa_layers}
-        documents = document_scores(model, work.documents, _ablations(model, directory, work.seed) | alone, **options)
+        alone = {layer_name(i): partial(bypassed, model, [i]) for i in ablated}
+        documents = document_scores(model, work.documents, _ablations(model, ablated, work.seed) | alone, **options)
     del model
     gc.collect()
     return _Scores(tasks, documents)
 
 
-def _ablations(model: "PreTrainedModel", directory: ModelDirectory, seed: int) -> dict[str, Ablation]:
+def _ablations(model: "PreTrainedModel", ablated: tuple[int, ...], seed: int) -> dict[str, Ablation]:
     """Fresh ones for each task, so that its scrambled score does not depend on which tasks came before."""
-    if not directory.dsa_layers:
+    if not ablated:
         return {}
     generator = torch.Generator().manual_seed(seed)
     return {BYPASSED: partial(bypassed, model), SCRAMBLED: partial(scrambled, model, generator)}
@@ -213,7 +220,7 @@ def _assemble(
     base: _Scores,
     model: _Scores,
 ) -> dict[str, Any]:
-    topk, layers = directories[1].index_topk, directories[1].dsa_layers
+    topk, layers = directories[1].index_topk, directories[1].dsa_layers if kind == recovery.UPCYCLE else ()
 
     def beyond(examples: list[Example]) -> float | None:
         return None if topk is None else recovery.fraction_longer([len(example.ids) for example in examples], topk)
@@ -251,7 +258,7 @@ def _warnings(
     found = []
     if limit is not None:
         found.append(f"only the first {limit} rows of each task and held-out documents were scored (--limit).")
-    if not directory.dsa_layers:
+    if content["kind"] == recovery.PRUNE:
         return found
     named = _base_in_manifest(directory.path)
     if named not in (None, base_identity):

@@ -126,7 +126,8 @@ def one_expert_at_a_time(
     out_TD = torch.zeros_like(hidden_TD)
     norm_TK = torch.zeros(index_TK.shape, dtype=torch.float32, device=hidden_TD.device)
     for expert in index_TK.unique().tolist():  # ascending
-        token, place = torch.where(index_TK == expert)
+        # In the eager loop's order: how a row's matrix product is rounded may depend on its place.
+        place, token = index_TK.T.eq(expert).nonzero(as_tuple=True)
         only = torch.full((len(token), 1), expert, dtype=index_TK.dtype, device=index_TK.device)
         alone = run(hidden_TD[token], only, weight_TK.new_ones(len(token), 1))
         norm_TK[token, place] = alone.float().norm(dim=-1)

@@ -187,13 +187,13 @@ def _figure(width: float, height: float):
 
 def write_heat_map(statistics: Statistics, path: Path, plan: Plan | None = None) -> None:
     """Use of each expert relative to even use; white is even, dropped experts of a plan are crossed out."""
+    from matplotlib.colors import TwoSlopeNorm
+
     count_LE = statistics.combined().count.double()
     relative = count_LE / count_LE.mean(1, keepdim=True)
     layers, experts = relative.shape
     figure, axes = _figure(min(24.0, 3.0 + 0.12 * experts), min(16.0, 2.0 + 0.2 * layers))
     limit = max(2.0, float(relative.nan_to_num().quantile(0.99)))
-    from matplotlib.colors import TwoSlopeNorm
-
     image = axes.imshow(
         relative.numpy(), aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(1.0, 0.0, limit), interpolation="nearest"
     )
@@ -209,6 +209,7 @@ def write_heat_map(statistics: Statistics, path: Path, plan: Plan | None = None)
             axes.scatter(*zip(*dropped, strict=True), marker="x", s=10, color="black", linewidths=0.7)
     ticks = range(0, layers, -(-layers // MOST_TICKS))
     axes.set_yticks(ticks, [str(statistics.layers[row]) for row in ticks])
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     figure.savefig(path, dpi=130)
