@@ -7,17 +7,21 @@ are all zero) or the MoE layers alone. Files:
 .npy      one record
 .parquet  a column `routed_experts`, a record a row: nested lists, or bytes or base64 text of int32 in C order; optional
           column `source`
-.jsonl    an object a line: {"routed_experts": nested lists or base64 of int32, "source": optional}; a response of SGLang's
-          /generate as it is ({"meta_info": {"routed_experts", "prompt_tokens", "completion_tokens"}}) will do
+.jsonl    an object a line: {"routed_experts": nested lists, or base64 of int32 or of a .npy file, "source": optional}.
+          Responses of the engines will do as they are: of SGLang's /generate ({"meta_info": {"routed_experts",
+          "prompt_tokens", "completion_tokens"}}) and of vLLM's completions ({"choices": [{"routed_experts"}],
+          "prompt_routed_experts"})
 
-vLLM (`enable_return_routed_experts`) gives arrays, SGLang (`--enable-return-routed-experts`, `return_routed_experts` in
-the request) base64 of int32 for all tokens but the last, which is never fed.
+vLLM (`enable_return_routed_experts`) gives arrays, base64 of .npy over HTTP, in some releases the prompt's apart. SGLang
+(`--enable-return-routed-experts`, `return_routed_experts` in the request) gives base64 of int32. Neither has the last
+token, which is never fed: prompt + completion - 1 rows.
 
 Ids alone: no routing weights, so that only the frequency criterion can be used.
 """
 
 import base64
 import binascii
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +36,8 @@ from megatron_patch.pruning.moe_layers import MoeLayers, read_moe_layers
 from megatron_patch.pruning.observe import check_output, print_summary
 from megatron_patch.pruning.statistics import SourceStatistics, Statistics, check_source_name, model_sha256
 
-KEY = "routed_experts"
+KEY, PROMPT_KEY = "routed_experts", "prompt_routed_experts"
+_NPY = b"\x93NUMPY"  # how a .npy file begins
 Record = tuple[str, str | None, Any, int | None]  # where, source, ids in any form, number of tokens if known
 # Refused rather than guessed: not numbers, truncated archives, pickles.
 _DAMAGE = (ValueError, OSError, EOFError, KeyError, TypeError, OverflowError)
@@ -106,6 +111,8 @@ def decode(ids: Any, layers: MoeLayers, where: str, tokens: int | None = None) -
     try:
         if isinstance(ids, str):
             ids = base64.b64decode(ids, validate=True)
+        if isinstance(ids, bytes) and ids.startswith(_NPY):
+            ids = np.load(io.BytesIO(ids), allow_pickle=False)
         if isinstance(ids, bytes):
             flat = np.frombuffer(ids, dtype="<i4")
             if tokens is None:  # all decoder layers, as both engines give; else the MoE layers alone
@@ -117,8 +124,8 @@ def decode(ids: Any, layers: MoeLayers, where: str, tokens: int | None = None) -
             array = flat.reshape(-1, per_token[fits[0]], layers.top_k)
         else:
             array = np.asarray(ids)
-    except (ValueError, TypeError, binascii.Error) as error:
-        raise UserError(f"{where}: expert ids must be base64 of int32, or numbers [tokens, layers, top-k]: {error}") from None
+    except (ValueError, TypeError, EOFError, binascii.Error) as error:
+        raise UserError(f"{where}: expert ids must be base64 of int32 or .npy, or numbers [tokens, layers, top-k]: {error}") from None
     expected = {(number, layers.top_k) for number in per_token.values()}
     if array.ndim != 3 or array.dtype.kind not in "iu" or array.shape[1:] not in expected:
         raise UserError(
@@ -229,16 +236,29 @@ def _jsonl(path: Path) -> Iterator[Record]:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _response(json.loads(line), f"{path}:{number}")
+                    yield from _response(json.loads(line), f"{path}:{number}")
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(path, error) from None
 
 
-def _response(row: Any, where: str) -> Record:
-    """An object of ours, or a response of SGLang, whose token counts say how many ids there must be."""
-    if isinstance(row, dict) and isinstance(info := row.get("meta_info", row), dict) and info.get(KEY) is not None:
-        tokens, counts = None, (info.get("prompt_tokens"), info.get("completion_tokens"))
-        if info is not row and all(isinstance(count, int) for count in counts):
+def _response(row: Any, where: str) -> Iterator[Record]:
+    """The records in an object of ours or in a response of an engine. SGLang's says how many ids there must be."""
+    if not isinstance(row, dict):
+        row = {}
+    source, info, tokens = row.get("source"), row.get("meta_info"), None
+    found = [row.get(KEY), row.get(PROMPT_KEY)]
+    if isinstance(info, dict):
+        found.append(info.get(KEY))
+        counts = (info.get("prompt_tokens"), info.get("completion_tokens"))
+        if all(isinstance(count, int) for count in counts):
             tokens = sum(counts) - 1
-        return where, row.get("source"), info[KEY], tokens
-    raise UserError(f"{where}: a line must hold {KEY}, itself or in meta_info: it does not; start the engine with its flag")
+    if isinstance(choices := row.get("choices"), list):
+        found += [choice.get(KEY) for choice in choices if isinstance(choice, dict)]
+    found = [ids for ids in found if ids is not None]
+    if not found:
+        raise UserError(
+            f"{where}: a line must hold {KEY}, itself, in meta_info or in choices: it does not; start the engine with its "
+            "flag, and ask for them in the request"
+        )
+    for ids in found:
+        yield where, source, ids, tokens

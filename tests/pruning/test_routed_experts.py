@@ -1,6 +1,7 @@
 """Expert ids recorded by engines: every form gives the same counts, and what cannot be true is refused in one line."""
 
 import base64
+import io
 import json
 
 import numpy as np
@@ -62,6 +63,21 @@ def _jsonl_sglang(path):
     path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
 
 
+def npy(ids: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, ids)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _jsonl_vllm(path):
+    """One response with the prompt's ids apart, one with all in the choice."""
+    rows = [
+        {"prompt_routed_experts": npy(A[:5]), "choices": [{"text": "x", "routed_experts": npy(A[5:].astype(np.uint8))}]},
+        {"prompt_routed_experts": None, "choices": [{"routed_experts": npy(B)}]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _jsonl_lists(path):
     path.write_text("".join(json.dumps({"routed_experts": r.tolist()}) + "\n" for r in (A, B)))
 
@@ -85,6 +101,7 @@ def _parquet_text(path):
         (_npz_of_bytes, "r.npz"),
         (_npz_moe_only, "r.npz"),
         (_jsonl_sglang, "r.jsonl"),
+        (_jsonl_vllm, "r.jsonl"),
         (_jsonl_lists, "r.jsonl"),
         (_parquet_lists, "r.parquet"),
         (_parquet_bytes, "r.parquet"),
@@ -183,7 +200,7 @@ BAD = [
     ("r.jsonl", lambda p: p.write_text("[1]"), "a line must hold routed_experts"),
     ("r.jsonl", lambda p: p.write_text('{"routed_experts": "?"}'), "must be base64 of int32"),
     ("r.jsonl", lambda p: p.write_text('{"routed_experts": "AAAA"}'), "must be base64 of int32"),
-    ("r.jsonl", lambda p: p.write_text('{"routed_experts": [[1], [1, 2]]}'), "must be base64 of int32, or numbers"),
+    ("r.jsonl", lambda p: p.write_text('{"routed_experts": [[1], [1, 2]]}'), "must be base64 of int32 or .npy, or numbers"),
     (
         "r.jsonl",
         lambda p: p.write_text(
