@@ -19,12 +19,14 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class MoeLayers:
-    """Attributes:
-    model_type: of config.json.
-    num_layers: decoder layers, without MTP.
-    layers: numbers of the MoE layers among them, ascending.
-    num_experts: routed experts of each.
-    top_k: experts that a token is sent to.
+    """The MoE layers of a model.
+
+    Attributes:
+        model_type: of config.json.
+        num_layers: decoder layers, without MTP.
+        layers: numbers of the MoE layers among them, ascending.
+        num_experts: routed experts of each.
+        top_k: experts that a token is sent to.
     """
 
     model_type: str
@@ -53,8 +55,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_moe_layers(directory: str | Path) -> MoeLayers:
-    """Raises:
-    UserError: an unknown model_type, or a config without the needed keys.
+    """The MoE layers that config.json describes.
+
+    Raises:
+        UserError: an unknown model_type, or a config without the needed keys.
     """
     config = read_config(directory)
     model_type = config.get("model_type")

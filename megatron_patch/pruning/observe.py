@@ -1,6 +1,5 @@
 """`dsa-upcycle prune observe`: run a model over data and count, per MoE layer and expert, who is chosen and what it adds."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.pruning.hooks import ExpertObserver
 from megatron_patch.pruning.load import DTYPES, check_device, load_model, load_tokenizer
-from megatron_patch.pruning.moe_layers import MoeLayers, read_moe_layers
+from megatron_patch.pruning.moe_layers import MoeLayers, read_config, read_moe_layers
 from megatron_patch.pruning.prompts import TEXT_KEY, Encoded, encode_file
 from megatron_patch.pruning.statistics import (
     SourceStatistics,
@@ -190,7 +189,7 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", path: Path, settings: Settings
 
 
 def _check_vocabulary(encoded: dict[str, Encoded], directory: Path) -> None:
-    size = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    size = read_config(directory).get("vocab_size")
     largest = max(max(row) for part in encoded.values() for row in part.rows)
     if isinstance(size, int) and largest >= size:
         raise UserError(

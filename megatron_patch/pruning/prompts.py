@@ -19,10 +19,12 @@ TEXT_KEY, CHAT_KEY = "text", "messages"
 
 @dataclass
 class Encoded:
-    """Attributes:
-    rows: token ids of each row.
-    cut: rows that were longer than max_length and lost their end.
-    left_out: chats that were longer, and that no reply was to be generated for without their end.
+    """A file's rows as tokens.
+
+    Attributes:
+        rows: token ids of each row.
+        cut: rows that were longer than max_length and lost their end.
+        left_out: chats that were longer and should have been answered: their end is the question.
     """
 
     rows: list[Sequence[int]]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_patch.pruning.observe import Settings, parse_shard, run, run_merge
 from megatron_patch.pruning.prompts import encode_file
 from megatron_patch.pruning.statistics import GATE_FIELDS, Statistics, model_sha256
 from tests.evaluation.models import edit_json, edit_tensors, make_fake_export
-from tests.pruning.models import small_model
+from tests.pruning.models import FAMILIES, small_model, token_rows
 from tests.tiny import make_tiny_base, make_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,15 @@ def test_generated_tokens_count(tiny_base, tmp_path):
     assert tokenizer.decode(prompts[1]).endswith("User: q?\n\nAssistant:")
     made = [model.generate(torch.tensor([list(p)]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0] for p in prompts]
     assert got.sources["chats"].tokens == sum(map(len, made)) > sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reply_does_not_depend_on_its_batch(family):
+    """Prompts are padded on the left to be answered together."""
+    model, tokenizer, rows = small_model(family), SimpleNamespace(eos_token_id=2), token_rows(30, 12, 5)
+    together = observe._continued(model, tokenizer, rows, 8)
+    assert together == [observe._continued(model, tokenizer, [row], 8)[0] for row in rows]
+    assert [row[: len(prompt)] for row, prompt in zip(together, rows)] == rows
 
 
 def test_a_reply_ends_with_its_end_token():
