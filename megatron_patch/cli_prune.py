@@ -9,7 +9,95 @@ from megatron_patch import errors, flags
 from megatron_patch.errors import UserError
 
 PROG = "dsa-upcycle prune"
-SUMMARY = "Keep the experts that a task needs: plan, apply, verify"
+SUMMARY = "Keep the experts that a task needs: observe, plan, apply, verify, report"
+
+
+@dataclass
+class Observe:
+    """Count which experts a model chooses over data, and what they add to its output.
+
+    Writes sums per MoE layer, expert and data source. Sums of parts add up: observe on many workers (--shard), then
+    --merge. A run that was killed goes on with --resume. Or count what a rollout engine recorded: --from-routed-experts.
+
+    Example: dsa-upcycle prune observe --model runs/demo/base --data runs/demo/base/demo_data/sft.jsonl --chat
+    --output runs/demo/statistics.safetensors
+    """
+
+    output: Path
+    """The statistics file to write (.safetensors)."""
+    model: Path | None = None
+    """The model's Hugging Face directory. Needed but for --merge."""
+    data: tuple[Path, ...] = ()
+    """Files of JSON lines; each is a source."""
+    source: tuple[str, ...] = ()
+    """A name for each file; default: the file's own."""
+    text_key: str = "text"
+    """Key of a row's text."""
+    chat: bool = False
+    """Rows are {"messages": [...]} and go through the chat template."""
+    max_length: int = 2048
+    """Most tokens of a row; longer ones are cut."""
+    generate: int = 0
+    """Also let the model continue each row by up to so many tokens (greedy), and observe those too."""
+    batch_size: int = 8
+    """Rows of a forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto: the checkpoint's."""
+    device: Literal["cpu", "cuda", "npu", "auto"] | None = None
+    """auto spreads the model over all devices. Default: CUDA where there is a GPU, else the CPU."""
+    shard: str = "0/1"
+    """I/N: take every N-th row from row I, for N workers on the same data."""
+    save_interval: int = 50
+    """Batches between two saves of the unfinished statistics: what a killed run loses at most."""
+    resume: bool = False
+    """Go on with the run that was killed."""
+    from_routed_experts: tuple[Path, ...] = ()
+    """Files of expert ids that an engine recorded (.npz, .npy, .parquet, .jsonl; docs/prune_observe.md), instead of --data."""
+    merge: tuple[Path, ...] = ()
+    """Statistics files to add up, instead of observing."""
+
+    def __call__(self) -> int | None:
+        ways = [flag for flag in ("data", "from_routed_experts", "merge") if getattr(self, flag)]
+        named = [f"--{flag.replace('_', '-')}" for flag in ways]
+        if len(ways) != 1:
+            raise UserError(
+                f"give one of --data, --from-routed-experts and --merge: {' and '.join(named) or 'none'} was given; see "
+                f"{PROG} observe --help"
+            )
+        if (self.model is None) != (ways == ["merge"]):
+            raise UserError(
+                f"{named[0]} {'needs a' if self.model is None else 'reads no'} --model: "
+                f"{'none was given; add it' if self.model is None else f'{self.model} was given; leave it out'}"
+            )
+        return getattr(self, f"_{ways[0]}")()
+
+    def _merge(self) -> int:
+        from megatron_patch.pruning import observe
+
+        return observe.run_merge(self.merge, self.output)
+
+    def _from_routed_experts(self) -> int:
+        from megatron_patch.pruning import routed_experts
+
+        return routed_experts.run(self.model, list(self.from_routed_experts), self.output, self.source)
+
+    def _data(self) -> int:
+        from megatron_patch.pruning import observe
+
+        settings = observe.Settings(
+            model=self.model,
+            data=observe.sources_of(self.data, self.source),
+            text_key=self.text_key,
+            chat=self.chat,
+            max_length=self.max_length,
+            shard=observe.parse_shard(self.shard),
+            batch_size=self.batch_size,
+            generate=self.generate,
+            dtype=self.dtype,
+            device=self.device,
+            save_interval=self.save_interval,
+        )
+        return observe.run(settings, self.output, resume=self.resume)
 
 
 @dataclass
@@ -127,7 +215,29 @@ class Verify:
         )
 
 
-COMMANDS = {"plan": Plan, "apply": Apply, "verify": Verify}
+@dataclass
+class Report:
+    """Draw which experts are used, what part of the traffic n of them take, and what a plan keeps.
+
+    Writes report.md, heatmap.png (layer x expert) and coverage.png.
+
+    Example: dsa-upcycle prune report --stats runs/demo/statistics.safetensors --output runs/demo/pruning_report
+    """
+
+    stats: Path
+    """What `prune observe` wrote."""
+    output: Path
+    """A new or empty directory."""
+    plan: Path | None = None
+    """A plan.json of `prune plan`, to show what it keeps."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.pruning import report
+
+        return report.run(self.stats, self.output, self.plan)
+
+
+COMMANDS = {"observe": Observe, "plan": Plan, "apply": Apply, "verify": Verify, "report": Report}
 
 
 def usage() -> str:

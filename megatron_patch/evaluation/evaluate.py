@@ -51,7 +51,8 @@ def run(
 
     Args:
         base: Hugging Face directory of the base.
-        model: an export (kind "upcycle"), or a pruned model ("prune": no DSA layers, so no ablations).
+        model: an export (kind "upcycle"), or a pruned model ("prune": no ablations, since its base has the same DSA
+            layers or none).
         suite: directory with suite.json; see `suite.py`.
         output: new or empty directory.
         endpoint: instead of `model`, URL of an OpenAI-compatible completions server; see `endpoint.py`.
@@ -91,7 +92,8 @@ def run(
         identities = [directory_identity(path, progress=True) for path in (base, model) if path is not None]
         of_base = score_directory(base_dir, work, "base")
         if model_dir is not None:
-            of_model = score_directory(model_dir, work, "model")
+            ablated = model_dir.dsa_layers if kind == recovery.UPCYCLE else ()
+            of_model = score_directory(model_dir, work, "model", ablated)
         else:
             of_model = score_endpoint(server, work, trust_remote_code=trust_remote_code)
         content = _assemble(kind, work, (base_dir, model_dir or server), identities, of_base, of_model)
@@ -150,19 +152,24 @@ def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) 
 
 
 def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory | None) -> None:
+    if kind == recovery.PRUNE:
+        if model is not None and base.dsa_layers != model.dsa_layers:
+            raise UserError(
+                f"a pruned model has the DSA layers of its base: {base.path} has {list(base.dsa_layers)}, {model.path} has "
+                f"{list(model.dsa_layers)}; give the model that was pruned as --base, or use --kind upcycle"
+            )
+        return
     if base.dsa_layers:
         raise UserError(
             f"--base must be a base without DSA layers: {base.path} has some; give the model it was made from"
         )
     if model is None:  # served: nothing tells what it is made of
         return
-    if kind == recovery.UPCYCLE and not model.dsa_layers:
+    if not model.dsa_layers:
         raise UserError(
             f"--kind upcycle needs a --model with DSA layers: {model.path} has none; give what `dsa-upcycle export` "
             "wrote, or --kind prune"
         )
-    if kind == recovery.PRUNE and model.dsa_layers:
-        raise UserError(f"--kind prune scores a model without DSA layers: {model.path} has some; use --kind upcycle")
 
 
 def _check_fits(examples: list[list[Example]], directory: ModelDirectory) -> None:
@@ -189,7 +196,8 @@ def _assemble(
     model: Scores,
 ) -> dict[str, Any]:
     served = isinstance(models[1], Endpoint)
-    topk, layers = (None, ()) if served else (models[1].index_topk, models[1].dsa_layers)
+    topk = None if served else models[1].index_topk
+    layers = () if served or kind == recovery.PRUNE else models[1].dsa_layers
 
     def beyond(examples: list[Example]) -> float | None:
         return None if topk is None else recovery.fraction_longer([len(example.ids) for example in examples], topk)
@@ -236,7 +244,7 @@ def _warnings(
         found.append(
             "the endpoint gives no log-probabilities of a prompt (echo with logprobs): perplexity is not measured."
         )
-    if directory is None or not directory.dsa_layers:
+    if directory is None or content["kind"] == recovery.PRUNE:
         return found
     named = _base_in_manifest(directory.path)
     if named not in (None, base_identity):

@@ -68,19 +68,19 @@ class Scores:
     documents: DocumentScores | None
 
 
-def score_directory(directory: ModelDirectory, work: Work, label: str) -> Scores:
-    """Load, score with every ablation that applies, and forget the model."""
+def score_directory(directory: ModelDirectory, work: Work, label: str, ablated: tuple[int, ...] = ()) -> Scores:
+    """Load, score, score again with each ablation of the DSA layers `ablated`, and forget the model."""
     model = load_model(directory, dtype=work.dtype, device=work.device)
     lm = wrap_model(model, work.tokenizer, work.batch_size)
     found: dict[str, HarnessScores] = {}
-    ablations = _ablations(model, directory, work.seed)
+    ablations = _ablations(model, ablated, work.seed)
     with recorded_trunk(model) if ablations else nullcontext([]) as trunk:
         found[WITH] = score_exact(lm, work.files, label)
     for name, ablation in ablations.items():
         with replayed_trunk(model, trunk), ablation():
             found[name] = score_exact(lm, work.files, f"{label}, DSA layers {name}")
     trunk.clear()
-    kl = _divergences(model, directory, work) if ablations else {}
+    kl = _divergences(model, ablated, work) if ablations else {}
     del lm, model
     gc.collect()
     return assemble(work, found, kl)
@@ -109,17 +109,17 @@ def assemble(work: Work, found: dict[str, HarnessScores], kl: dict[str, Tensor])
     return Scores(tasks, documents)
 
 
-def _ablations(model: "PreTrainedModel", directory: ModelDirectory, seed: int) -> dict[str, Ablation]:
+def _ablations(model: "PreTrainedModel", ablated: tuple[int, ...], seed: int) -> dict[str, Ablation]:
     """Each with draws of its own, so that no other pass changes what scrambling does."""
-    if not directory.dsa_layers:
+    if not ablated:
         return {}
     generator = torch.Generator().manual_seed(seed)
     return {BYPASSED: partial(bypassed, model), SCRAMBLED: partial(scrambled, model, generator)}
 
 
-def _divergences(model: "PreTrainedModel", directory: ModelDirectory, work: Work) -> dict[str, Tensor]:
-    alone = {layer_name(i): partial(bypassed, model, [i]) for i in directory.dsa_layers}
+def _divergences(model: "PreTrainedModel", ablated: tuple[int, ...], work: Work) -> dict[str, Tensor]:
+    alone = {layer_name(i): partial(bypassed, model, [i]) for i in ablated}
     total = sum(len(example.ids) for example in work.documents)
     with tqdm(total=total, unit="tok", unit_scale=True, desc="participation of the DSA layers") as bar:
-        ablations = _ablations(model, directory, work.seed) | alone
+        ablations = _ablations(model, ablated, work.seed) | alone
         return divergences(model, work.documents, ablations, batch_size=work.batch_size, progress=bar.update)

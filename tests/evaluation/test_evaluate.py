@@ -103,6 +103,13 @@ def test_prune_has_no_ablations(tiny_base, suite, tmp_path):
     assert "bypassed*" not in (tmp_path / "out" / "recovery.md").read_text()
 
 
+def test_a_pruned_export_is_scored_against_the_export(export, suite, tmp_path):
+    """Both have DSA layers: what pruning changed is asked, not what the layers add."""
+    got = _evaluate(export, export, suite, tmp_path / "out", kind="prune")
+    assert got["kind"] == "prune" and got["participation"] is None and got["warnings"] == []
+    assert got["perplexity"]["loss_difference"] == 0.0 and got["perplexity"]["bypassed"] is None
+
+
 def test_warns_of_another_base(export, suite, tiny_base, tmp_path):
     """Scores against a base that the model was not made from look like any others."""
     model = shutil.copytree(export, tmp_path / "model")
@@ -130,7 +137,7 @@ def test_warns_when_no_row_reaches_topk(export, suite, tiny_base, tmp_path):
     ("options", "message"),
     [
         ({"kind": "merge"}, "--kind must be upcycle or prune: 'merge'"),
-        ({"kind": "prune"}, "--kind prune scores a model without DSA layers"),
+        ({"kind": "prune"}, r"a pruned model has the DSA layers of its base: .* has \[\], .* has \[3, 4\]"),
         ({"dtype": "float16"}, "--dtype must be float32 or bfloat16"),
         ({"batch_size": 0}, "--batch-size must be 1 or more: 0"),
         ({"device": "npu"}, "--device must be cpu or cuda"),

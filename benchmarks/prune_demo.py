@@ -1,0 +1,165 @@
+"""How much of the demo base's task scores is left with fewer experts: criteria x kept experts, against random keeping.
+
+    python benchmarks/prune_demo.py --base runs/demo/base --json runs/prune_demo.json
+
+Experts are chosen by statistics over training conversations (never the suite's rows) and scored on the suite with masked
+routers, so nothing is written. Two ways of choosing: `all tasks` keeps one set of experts for all tasks, `own task` one
+set per task from that task's conversations alone. The first table is the mean over tasks of exact match, divided by the
+whole base's; the second the lowest ratio of a task to the whole base, by which `evaluate` gives its verdict. Random
+keeping is the mean of several draws, with the lowest and highest in brackets.
+"""
+
+import json
+import random
+import statistics as stdlib_statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import tyro
+from torch import Tensor
+
+from megatron_patch.demo.corpus import load_corpus
+from megatron_patch.demo.demo_data import write_jsonl
+from megatron_patch.demo.tasks import TASKS, conversation
+from megatron_patch.evaluation.ablations import WITH
+from megatron_patch.evaluation.encode import Example, encode_rows
+from megatron_patch.evaluation.loading import inspect_directory, load_common_tokenizer, load_model
+from megatron_patch.evaluation.scores import exact_matches
+from megatron_patch.evaluation.suite import read_suite
+from megatron_patch.pruning.masked import masked
+from megatron_patch.pruning.observe import Settings, run
+from megatron_patch.pruning.statistics import SourceStatistics, Statistics
+
+CRITERIA = {
+    "frequency": lambda s: s.count.double(),
+    "gate_sum": lambda s: s.gate_sum,
+    "reap": lambda s: s.gate_norm_sum / s.count.clamp(min=1),
+}
+CALIBRATION_SEED = 7
+Kept = dict[int, list[int]]
+
+
+class Relative(NamedTuple):
+    """Exact match over the whole base's: of the means over tasks, and of the worst task."""
+
+    mean: float
+    worst: float
+
+
+@dataclass
+class Arguments:
+    base: Path
+    """A directory of `dsa-upcycle demo-base`."""
+    keep: tuple[int, ...] = (7, 6, 5, 4, 3, 2)
+    """Experts kept in each layer."""
+    conversations: int = 60
+    """Calibration conversations per task."""
+    rows: int = 100
+    """Scored rows per task."""
+    seeds: int = 3
+    """Draws of random keeping."""
+    json: Path | None = None
+    """Also write the figures here."""
+
+
+def observed(base: Path, conversations: int) -> Statistics:
+    """Statistics of the base, one source per task that it was taught."""
+    corpus, rng = load_corpus(1234), random.Random(CALIBRATION_SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        data = {}
+        for task in TASKS:
+            if task.taught_to_base:
+                data[task.name] = Path(folder) / f"{task.name}.jsonl"
+                chats = (conversation(task, rng, corpus.base) for _ in range(conversations))
+                write_jsonl(data[task.name], ({"messages": chat} for chat in chats))
+        run(Settings(base, data, chat=True, batch_size=16, device="cpu"), Path(folder) / "statistics.safetensors")
+        return Statistics.load(Path(folder) / "statistics.safetensors")
+
+
+def best(layers: tuple[int, ...], scores_LE: Tensor, keep: int) -> Kept:
+    """The `keep` experts of the highest score in each layer; the lower id of equal ones."""
+    order = scores_LE.sort(dim=1, descending=True, stable=True).indices[:, :keep]
+    return {layer: sorted(row) for layer, row in zip(layers, order.tolist(), strict=True)}
+
+
+def at_random(layers: tuple[int, ...], experts: int, keep: int, seed: int) -> Kept:
+    rng = random.Random(seed)
+    return {layer: sorted(rng.sample(range(experts), keep)) for layer in layers}
+
+
+class Scorer:
+    """Exact match of one model per task, with masked routers."""
+
+    def __init__(self, base: Path, rows: int):
+        self.model = load_model(inspect_directory(base))
+        tokenizer = load_common_tokenizer(base, base)
+        suite = read_suite(base / "demo_data" / "suite", rows)
+        self.tasks: dict[str, list[Example]] = {
+            task.name: encode_rows(tokenizer, task.rows) for task in suite.tasks if task.taught_to_base
+        }
+
+    def score(self, kept: Mapping[str, Kept]) -> dict[str, float]:
+        """Task -> exact match with that task's kept experts; an empty set is the whole model."""
+        found = {}
+        for name, examples in self.tasks.items():
+            with masked(self.model, kept[name]):
+                found[name] = float(exact_matches(self.model, examples, batch_size=25)[WITH].mean())
+        return found
+
+
+def main(arguments: Arguments) -> None:
+    torch.set_num_threads(1)
+    seen = observed(arguments.base, arguments.conversations)
+    scorer = Scorer(arguments.base, arguments.rows)
+    names = list(scorer.tasks)
+    whole = scorer.score({name: {} for name in names})
+    print(f"whole base: {', '.join(f'{name} {value:.2f}' for name, value in whole.items())}", flush=True)
+
+    def relative(kept: Mapping[str, Kept]) -> Relative:
+        scores = scorer.score(kept)
+        mean = stdlib_statistics.mean(scores.values()) / stdlib_statistics.mean(whole.values())
+        return Relative(mean, min(scores[name] / whole[name] for name in names))
+
+    def chosen(source: SourceStatistics, criterion: str, keep: int) -> Kept:
+        return best(seen.layers, CRITERIA[criterion](source), keep)
+
+    rows: list[dict[str, list[Relative]]] = []
+    everything = seen.combined()
+    for keep in arguments.keep:
+        draws = (at_random(seen.layers, seen.num_experts, keep, seed) for seed in range(arguments.seeds))
+        row = {"random": [relative(dict.fromkeys(names, kept)) for kept in draws]}
+        for criterion in CRITERIA:
+            of_all = chosen(everything, criterion, keep)
+            row[f"{criterion}, all tasks"] = [relative(dict.fromkeys(names, of_all))]
+            row[f"{criterion}, own task"] = [relative({n: chosen(seen.sources[n], criterion, keep) for n in names})]
+        rows.append(row)
+        print(f"{keep} of {seen.num_experts} done", flush=True)
+    if arguments.json is not None:
+        figures = {str(keep): row for keep, row in zip(arguments.keep, rows, strict=True)}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"whole": whole, "kept": figures}, indent=2) + "\n")
+    kept = [f"{keep} of {seen.num_experts}" for keep in arguments.keep]
+    print_table("mean over tasks", kept, [{k: [r.mean for r in v] for k, v in row.items()} for row in rows])
+    print_table("worst task", kept, [{k: [r.worst for r in v] for k, v in row.items()} for row in rows])
+
+
+def print_table(title: str, kept: list[str], rows: list[dict[str, list[float]]]) -> None:
+    """Markdown."""
+    print(f"\n{title}, relative to the whole base\n\n| kept | " + " | ".join(rows[0]) + " |")
+    print("|" + "---:|" * (len(rows[0]) + 1))
+    for name, row in zip(kept, rows, strict=True):
+        print(f"| {name} | " + " | ".join(map(_cell, row.values())) + " |")
+
+
+def _cell(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{stdlib_statistics.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

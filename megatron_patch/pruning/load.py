@@ -1,0 +1,111 @@
+"""A model and its tokenizer through transformers, whole or not at all. No code of the model's directory runs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patch.errors import UserError
+from megatron_patch.io.safetensors_dir import SafetensorsDir
+from megatron_patch.pruning.moe_layers import CLASSES, read_config, read_moe_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+DEVICES = ("cpu", "cuda", "npu", "auto")
+
+
+def check_device(device: str | None) -> str:
+    """The device to use; None is CUDA where there is a GPU, else the CPU. "auto" spreads a model over all devices.
+
+    Raises:
+        UserError: unknown, or not there.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in DEVICES:
+        raise UserError(f"--device must be one of {', '.join(DEVICES)}: {device!r}; choose one")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU that torch can use: there is none; use --device cpu")
+    if device == "npu" and not (hasattr(torch, "npu") and torch.npu.is_available()):
+        raise UserError("--device npu needs torch_npu and a device: there is none; use --device cpu")
+    if device == "auto":
+        try:
+            import accelerate  # noqa: F401 - transformers' device_map is made of it
+        except ImportError:
+            raise UserError(
+                "--device auto spreads the model with accelerate: it is not installed; pip install accelerate"
+            ) from None
+    return device
+
+
+def load_model(directory: str | Path, *, dtype: str = "auto", device: str = "cpu") -> "PreTrainedModel":
+    """The model in evaluation mode; an upcycled export with this package's class.
+
+    Args:
+        directory: a Hugging Face directory of a known model_type.
+        dtype: "float32", "bfloat16", or "auto", the checkpoint's.
+        device: of `check_device`; "auto" is transformers' device_map.
+
+    Raises:
+        UserError: tensors missing or of another shape (an expert would be random, and its statistics with it), or
+            something that transformers cannot load.
+    """
+    layers = read_moe_layers(directory)
+    SafetensorsDir(directory)  # refuses missing and truncated shards
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # to be listed below, which refuses the model
+        "use_safetensors": True,
+        "local_files_only": True,
+    }
+    if device == "auto":
+        options["device_map"] = "auto"
+    elif device == "cpu":  # sdpa and grouped experts are slow there
+        options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    try:
+        model, info = _class(directory, layers.model_type).from_pretrained(directory, **options)
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(
+            f"transformers must be able to load the model: {directory}: {error}; record expert ids on a rollout engine "
+            "instead (--from-routed-experts)"
+        ) from error
+    for fault in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[fault])
+        if names:
+            raise UserError(
+                f"a model's tensors must be those of its config: {directory} has {len(names)} {fault.replace('_', ' ')} "
+                f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); get it again"
+            )
+    model = model.eval()
+    return model if device == "auto" else model.to(device)
+
+
+def _class(directory: str | Path, model_type: str) -> type:
+    import transformers
+
+    if read_config(directory).get("dsa_layers"):
+        from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
+
+        return DeepseekV2DsaForCausalLM
+    found = getattr(transformers, CLASSES[model_type], None)
+    if found is None:
+        raise UserError(
+            f"this transformers must know {model_type}: {transformers.__version__} does not; install transformers 5.24"
+        )
+    return found
+
+
+def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a model's directory.
+
+    Raises:
+        UserError: none there, or one that needs code of its own.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UserError(f"a tokenizer must be in the model's directory: {directory}: {error}; copy its files") from None
