@@ -124,7 +124,7 @@ def test_package_files_are_light(init: Path) -> None:
     assert imported(init) == set()
 
 
-@pytest.mark.parametrize("module", ["cli", "cli_prune", "pruning.wish", "flags", "config", "planning.report", "model.architecture"])
+@pytest.mark.parametrize("module", ["cli", "cli_prune", "flags", "config", "planning.report", "model.architecture"])
 def test_light_modules_load_without_torch(module: str) -> None:
     """`dsa-upcycle --help`, mistakes and `plan` answer at once."""
     code = f"import sys, megatron_patch.{module}; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
