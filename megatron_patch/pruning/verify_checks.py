@@ -258,7 +258,10 @@ def logits(pair: Pair, wanted: bool, sound: bool, max_model_gb: float) -> str:
         raise Failed(f"{int((~found.isfinite()).sum())} of {found.numel()} logits are not finite")
     apart = float((found - expected).abs().max())
     scale = max(1.0, float(expected.abs().max()))
-    detail = f"largest difference {apart:.1e} over {tokens.numel()} tokens (logits up to {scale:.1f}); routed mass {mass_before:.3f} -> {mass_after:.3f}"
+    detail = (
+        f"largest difference {apart:.1e} over {tokens.numel()} tokens (logits up to {scale:.1f}); "
+        f"routed mass {mass_before:.3f} -> {mass_after:.3f}"
+    )
     if apart > TOLERANCE * scale:
         raise Failed(f"{detail}, more than {TOLERANCE:g} of them")
     return detail
