@@ -65,6 +65,8 @@ def test_check_only_reads_config_alone(tmp_path, capsys):
     assert "every feasible number: 8, 12, 16" in out
     with pytest.raises(UserError, match="nearest feasible: 12 or 8"):
         check_only(tmp_path, Wish(keep=10))
+    with pytest.raises(UserError, match="--routed-scaling-factor must be above 0: -1"):
+        check_only(tmp_path, Wish(keep=8, routed_scaling_factor=-1))
     with pytest.raises(UserError, match="--target ascend must come with --ep"):
         check_only(tmp_path, Wish(keep=8, target="ascend"))
 
