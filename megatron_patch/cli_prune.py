@@ -131,6 +131,8 @@ class Plan:
     """ascend: needs --ep, and warns of what is known not to run there."""
     ep: int | None = None
     """Expert parallel size of the target: must divide --keep."""
+    routed_scaling_factor: float | None = None
+    """A correction of the routed weights' scale, written to config.json. `prune verify` prints their mass before and after."""
     check_only: bool = False
     """Only say whether --keep is feasible, from config.json alone."""
     device_memory_gb: float | None = None
@@ -148,6 +150,7 @@ class Plan:
             mtp=self.mtp,
             target=self.target,
             ep=self.ep,
+            routed_scaling_factor=self.routed_scaling_factor,
         )
         if self.check_only:
             return check_only(self.model, wish)

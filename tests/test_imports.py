@@ -125,17 +125,7 @@ def test_package_files_are_light(init: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "cli",
-        "cli_prune",
-        "pruning.wish",
-        "flags",
-        "config",
-        "planning.report",
-        "model.architecture",
-        "diagnosis.rl_report",
-    ],
+    "module", ["cli", "cli_prune", "flags", "config", "planning.report", "model.architecture", "diagnosis.rl_report"]
 )
 def test_light_modules_load_without_torch(module: str) -> None:
     """`dsa-upcycle --help`, mistakes, `plan` and `rl-report` answer at once."""

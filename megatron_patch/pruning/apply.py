@@ -53,7 +53,7 @@ def run(model: str | Path, plan: str | Path, output: str | Path, *, resume: bool
     require_empty(output)
     job.open(resume)
     _require_space(checked, job)
-    weight_map, total, sizes = _write_shards(checkpoint, checked, job, progress)
+    weight_map, total, files = _write_shards(checkpoint, checked, job, progress)
     skipped = _copy_others(checkpoint, job.partial)
     atomic_write_json(job.partial / PLAN_COPY, checked.content)
     _write_index(checkpoint, job.partial, weight_map, total)
@@ -62,7 +62,8 @@ def run(model: str | Path, plan: str | Path, output: str | Path, *, resume: bool
     for name in skipped:
         print(f"note: {name} was not copied: weights outside of the index would still have all experts")
     print(
-        f"pruned to {checked.keep} of {checkpoint.routing.experts} experts: {output}, {len(weight_map)} tensors in {sizes} files, {total / 1e9:.3f} GB"
+        f"pruned to {checked.keep} of {checkpoint.routing.experts} experts: {output}, {len(weight_map)} tensors in "
+        f"{files} files, {total / 1e9:.3f} GB"
     )
     return EXIT_OK
 
@@ -162,7 +163,8 @@ def _require_space(plan: Plan, job: _Job) -> None:
     free = shutil.disk_usage(job.partial).free
     if free < need:
         raise UserError(
-            f"the disk must hold the output: {need / 1e9:.1f} GB more are needed, {free / 1e9:.1f} GB are free at {job.output.parent}; make room"
+            f"the disk must hold the output: {need / 1e9:.1f} GB more are needed, {free / 1e9:.1f} GB are free at "
+            f"{job.output.parent}; make room"
         )
 
 

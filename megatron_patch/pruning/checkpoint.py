@@ -189,7 +189,8 @@ class MoeCheckpoint:
         missing = sorted(set(range(count)) - found)
         if missing:
             raise UserError(
-                f"every expert must be there: {where} lacks {len(missing)} of {count}, the first is {missing[0]}; get its shard again"
+                f"every expert must be there: {where} lacks {len(missing)} of {count}, the first is {missing[0]}; "
+                "get its shard again"
             )
         leaves = set().union(*(tails for tails in layer.experts.values()))
         for expert, tails in sorted(layer.experts.items()):
@@ -206,8 +207,8 @@ class MoeCheckpoint:
         if wrong or any(frozenset(p) not in self.family.expert_parts for p in parts.values()):
             got = "; ".join(f"{name}: {', '.join(sorted(p))}" for name, p in sorted(parts.items()))
             raise UserError(
-                f"an expert must have {', '.join(self.naming.projections)}, each with weight and perhaps a scale: {where} has {got}; "
-                "this quantisation is not supported"
+                f"an expert must have {', '.join(self.naming.projections)}, each with weight and perhaps a scale: "
+                f"{where} has {got}; this quantisation is not supported"
             )
         for tail in leaves:
             forms = {(t.dtype, t.shape) for t in (self.tensors[tails[tail]] for tails in layer.experts.values())}

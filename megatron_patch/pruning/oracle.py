@@ -132,16 +132,18 @@ def masked(model: nn.Module, kept: dict[int, list[int]], tables: dict[int, Tenso
 
 
 @contextmanager
-def flattened(model: nn.Module) -> Iterator[None]:
-    """Route without groups while the block runs, as a plan with flattened groups does."""
-    before = [(router, router.num_group, router.topk_group) for router in routers(model).values()]
-    for router, _, _ in before:
-        router.num_group = router.topk_group = 1
+def reconfigured(model: nn.Module, config_changes: dict[str, tuple]) -> Iterator[None]:
+    """Route with the plan's changes of config.json while the block runs: groups, and the scale of routed weights."""
+    names = {"n_group": "num_group", "topk_group": "topk_group", "routed_scaling_factor": "routed_scaling_factor"}
+    new = {names[key]: value for key, (_, value) in config_changes.items() if key in names}
+    before = [(router, {name: getattr(router, name) for name in new}) for router in routers(model).values()]
+    for router, _ in before:
+        vars(router).update(new)
     try:
         yield
     finally:
-        for router, groups, chosen in before:
-            router.num_group, router.topk_group = groups, chosen
+        for router, values in before:
+            vars(router).update(values)
 
 
 @torch.no_grad()

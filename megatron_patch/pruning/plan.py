@@ -127,11 +127,13 @@ def check_statistics(statistics: Statistics, checkpoint: MoeCheckpoint, layers: 
 
 def config_changes(checkpoint: MoeCheckpoint, wish: Wish) -> dict[str, list]:
     """Keys of config.json that change: [old, new]; nothing else may differ afterwards."""
-    new: dict[str, int] = {"n_routed_experts": wish.keep}
+    new: dict[str, int | float] = {"n_routed_experts": wish.keep}
     if wish.mtp == "drop" and checkpoint.config.get(MTP_COUNT):
         new[MTP_COUNT] = 0
     if wish.groups == "flatten" and checkpoint.routing.n_group > 1:
         new |= {"n_group": 1, "topk_group": 1}
+    if wish.routed_scaling_factor is not None:
+        new["routed_scaling_factor"] = wish.routed_scaling_factor
     config = checkpoint.config
     return {key: [config.get(key, ABSENT), value] for key, value in new.items() if config.get(key, ABSENT) != value}
 

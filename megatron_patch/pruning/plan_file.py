@@ -10,7 +10,7 @@ from megatron_patch.pruning.config_json import MTP_COUNT
 
 SCHEMA = 1
 ABSENT = None  # what `config_changes` has as the old value of a key that config.json lacks
-CHANGEABLE = ("n_routed_experts", MTP_COUNT, "n_group", "topk_group")
+CHANGEABLE = ("n_routed_experts", MTP_COUNT, "n_group", "topk_group", "routed_scaling_factor")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def warnings_of(checkpoint: MoeCheckpoint, wish: Wish, content: dict) -> list[di
         found.append(
             (
                 "hash_load",
-                f"a survivor of layer {over[0]} carries more than {tid2eid.LOAD_CAP} times the mean load: its own tokens are that many, or no other had room",
+                f"a survivor of layer {over[0]} carries more than {tid2eid.LOAD_CAP} times the mean load: its own tokens are "
+                "that many, or no other had room",
             )
         )
     if any(entry["mean_similarity"] < 0.5 for entry in content["tid2eid"].values()):

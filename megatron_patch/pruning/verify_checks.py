@@ -245,12 +245,8 @@ def logits(pair: Pair, wanted: bool, sound: bool, max_model_gb: float) -> str:
         table = pair.pruned.load(pair.pruned.layers[number].table).long()
         tables[number] = torch.tensor(pair.plan.kept[number])[table]
     model = oracle.load_model(pair.source.path)
-    with oracle.masked(model, pair.plan.kept, tables):
-        if "n_group" in pair.plan.config_changes:
-            with oracle.flattened(model):
-                expected, _ = oracle.logits_and_mass(model, tokens)
-        else:
-            expected, _ = oracle.logits_and_mass(model, tokens)
+    with oracle.masked(model, pair.plan.kept, tables), oracle.reconfigured(model, pair.plan.config_changes):
+        expected, _ = oracle.logits_and_mass(model, tokens)
     _, mass_before = oracle.logits_and_mass(model, tokens)
     del model
     found, mass_after = oracle.logits_and_mass(oracle.load_model(pair.path), tokens)
@@ -258,7 +254,10 @@ def logits(pair: Pair, wanted: bool, sound: bool, max_model_gb: float) -> str:
         raise Failed(f"{int((~found.isfinite()).sum())} of {found.numel()} logits are not finite")
     apart = float((found - expected).abs().max())
     scale = max(1.0, float(expected.abs().max()))
-    detail = f"largest difference {apart:.1e} over {tokens.numel()} tokens (logits up to {scale:.1f}); routed mass {mass_before:.3f} -> {mass_after:.3f}"
+    detail = (
+        f"largest difference {apart:.1e} over {tokens.numel()} tokens (logits up to {scale:.1f}); "
+        f"routed mass {mass_before:.3f} -> {mass_after:.3f}"
+    )
     if apart > TOLERANCE * scale:
         raise Failed(f"{detail}, more than {TOLERANCE:g} of them")
     return detail

@@ -26,6 +26,7 @@ class Wish:
         mtp: "drop" the MTP layers, or prune them by their own "scores".
         target: "any" or "ascend".
         ep: expert parallel size of the target.
+        routed_scaling_factor: what config.json shall have; None: as it is.
     """
 
     keep: int
@@ -36,6 +37,7 @@ class Wish:
     mtp: str = "drop"
     target: str = "any"
     ep: int | None = None
+    routed_scaling_factor: float | None = None
 
 
 def check(model: str | Path, wish: Wish) -> None:
@@ -57,6 +59,11 @@ def check(model: str | Path, wish: Wish) -> None:
     if wish.target == "ascend" and wish.ep is None:
         raise UserError(
             "--target ascend must come with --ep, the number of NPUs that share the experts: it is missing; give e.g. --ep 32"
+        )
+    scale = wish.routed_scaling_factor
+    if scale is not None and not 0 < scale < float("inf"):
+        raise UserError(
+            f"--routed-scaling-factor must be above 0: {scale}; give e.g. {config.get('routed_scaling_factor', 1.0)}"
         )
     check_feasible(routing, wish.keep, groups=wish.groups, ep=wish.ep)
     layers = family.moe_layers(config)

@@ -1,5 +1,9 @@
 """Infeasible numbers are refused before anything expensive: transformers takes some of them and routes wrongly."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ from megatron_patch.pruning.feasibility import Routing, broken_rules, check_feas
 from megatron_patch.pruning.wish import Wish, check_only
 from tests.pruning import checkpoints
 
+ROOT = Path(__file__).parents[2]
 V32 = Routing(experts=256, top_k=8, n_group=8, topk_group=4, group_members=2)
 LITE = Routing(experts=64, top_k=6, n_group=1, topk_group=1, group_members=0)
 
@@ -60,8 +65,16 @@ def test_check_only_reads_config_alone(tmp_path, capsys):
     assert "every feasible number: 8, 12, 16" in out
     with pytest.raises(UserError, match="nearest feasible: 12 or 8"):
         check_only(tmp_path, Wish(keep=10))
+    with pytest.raises(UserError, match="--routed-scaling-factor must be above 0: -1"):
+        check_only(tmp_path, Wish(keep=8, routed_scaling_factor=-1))
     with pytest.raises(UserError, match="--target ascend must come with --ep"):
         check_only(tmp_path, Wish(keep=8, target="ascend"))
+
+
+def test_check_only_answers_without_torch():
+    code = "import sys, megatron_patch.pruning.wish; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def _router(experts: int, bias: torch.Tensor | None = None):

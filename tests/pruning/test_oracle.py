@@ -87,7 +87,7 @@ def test_flattened_groups_equal_the_masked_model_without_groups(tmp_path):
     plan = read_plan(made.plan, MoeCheckpoint(made.model))
     assert plan.config_changes["n_group"] == (4, 1) and plan.config_changes["topk_group"] == (2, 1)
     loaded = oracle.load_model(made.model)
-    with oracle.masked(loaded, plan.kept), oracle.flattened(loaded):
+    with oracle.masked(loaded, plan.kept), oracle.reconfigured(loaded, plan.config_changes):
         expected = oracle.logits_and_mass(loaded, TOKENS)[0]
     assert apart(logits(made.output), expected) < 1e-5
 
@@ -120,6 +120,21 @@ def test_softmax_mass_grows_when_experts_go(tmp_path):
         made = make_pruned(tmp_path / model_type, model_type)
         before, after = (oracle.logits_and_mass(oracle.load_model(p), TOKENS)[1] for p in (made.model, made.output))
         assert after > before * 1.05 if grows else after == pytest.approx(before, rel=1e-5)
+
+
+def test_the_scale_can_be_corrected_as_an_option(tmp_path):
+    """By the ratio of the masses that `verify` prints; off by default."""
+    made = make_pruned(tmp_path / "plain", "deepseek_v2")
+    before, after = (oracle.logits_and_mass(oracle.load_model(p), TOKENS)[1] for p in (made.model, made.output))
+    wish = Wish(keep=8, routed_scaling_factor=before / after)
+    corrected = prune(tmp_path, made.model, made.stats, wish)
+    plan = read_plan(corrected.plan, MoeCheckpoint(corrected.model))
+    assert plan.config_changes["routed_scaling_factor"] == (1.0, before / after)
+    loaded = oracle.load_model(corrected.model)
+    with oracle.masked(loaded, plan.kept), oracle.reconfigured(loaded, plan.config_changes):
+        expected, mass = oracle.logits_and_mass(loaded, TOKENS)
+    assert apart(logits(corrected.output), expected) < 1e-5
+    assert abs(mass - before) < 0.5 * abs(after - before)  # not equal: inputs of the routers change as well
 
 
 def test_masks_are_lifted_again(pruned):

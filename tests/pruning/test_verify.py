@@ -198,3 +198,15 @@ def test_keep_all_passes(tmp_path):
     checks = result(made.model, made.output, made.plan, tmp_path)
     assert {status for status, _ in checks.values()} == {"ok"}
     assert "largest difference 0.0e+00" in checks["masked oracle"][1]
+
+
+def test_an_upcycled_export_runs_with_its_own_class(tmp_path, tiny_base):
+    """Its DSA layers have experts too; transformers' own class would give them random queries."""
+    from tests.hf_model.hybrid import make_tiny_export
+
+    model = make_tiny_export(tmp_path / "model", tiny_base)
+    stats = checkpoints.make_statistics(model, tmp_path / "stats.safetensors")
+    made = prune(tmp_path, model, stats, Wish(keep=4))
+    checks = result(made.model, made.output, made.plan, tmp_path)
+    assert checks["masked oracle"][0] == "ok", checks["masked oracle"]
+    assert "4 MoE layers with experts 0 to 3" in checks["names and numbers"][1]
