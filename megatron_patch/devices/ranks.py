@@ -117,8 +117,15 @@ def one_reason() -> Iterator[None]:
         if count() == 1 or getattr(error, "said", False) or isinstance(error, LostRanksError):
             raise
         mine = f"rank {rank()} failed first, with {type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            first = dist.distributed_c10d._get_default_store().compare_set(_REASON, "", mine).decode()
-            if first != mine:
-                raise LostRanksError(first) from error
+        first = _first_reason(mine)
+        if first != mine:
+            raise LostRanksError(first) from error
         raise
+
+
+def _first_reason(mine: str) -> str:
+    """The reason of the rank that gives one first."""
+    try:
+        return dist.distributed_c10d._get_default_store().compare_set(_REASON, "", mine).decode()
+    except RuntimeError:  # the store is gone
+        return mine
