@@ -32,6 +32,10 @@ FORMS = {
     "sft": (SFT, {}),
     "distributed optimizer": (PRETRAIN, {"use_distributed_optimizer": True}),
 }
+FORMS_OF_RESUME = {
+    "pretrain": ["training.pt"],
+    "bf16, distributed optimizer": ["training_rank0000.pt", "training_rank0001.pt"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def runs(device, two_ranks, text_prefix, sft_folder, tiny_base, tmp_path_factory
 
     def run(make_settings, form: str, count: int):
         if (form, count) not in made:
-            kind, flags = FORMS[form]
+            kind, flags = of_form(form)
             save = tmp_path_factory.mktemp("run") / "save"
             settings = make_settings(save, data_of(kind), **FLAGS | flags)
             if count == 1:
@@ -56,6 +60,12 @@ def runs(device, two_ranks, text_prefix, sft_folder, tiny_base, tmp_path_factory
 
     run.data_of = data_of
     return run
+
+
+def of_form(form: str) -> tuple[str, dict]:
+    """(kind of training, flags); "bf16, X" is X in bf16."""
+    kind, flags = FORMS[form.removeprefix("bf16, ")]
+    return kind, flags | {"bf16": form.startswith("bf16, ")}
 
 
 def quiet(results: list[tuple[int, str, str]]) -> None:
@@ -121,18 +131,18 @@ def steps_of_adam(checkpoint) -> set[float]:
     return {float(value) for name, value in training_states(checkpoint).items() if name.endswith("/step")}
 
 
-@pytest.mark.parametrize("form", ["pretrain", "distributed optimizer"])
+@pytest.mark.parametrize("form", FORMS_OF_RESUME)
 def test_the_same_ranks_go_on_bit_for_bit(runs, two_ranks, make_settings, tmp_path, form):
     whole = runs(make_settings, form, 2)
     save = rewound(whole, 5, tmp_path / "save")
-    kind, flags = FORMS[form]
+    kind, flags = of_form(form)
     quiet(two_ranks.run(train_quietly, make_settings(save, runs.data_of(kind), **FLAGS | flags, load=save), kind))
     a, b = load_file(whole / LAST / "model.safetensors"), load_file(save / LAST / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     states = [training_states(each / LAST) for each in (whole, save)]
     assert states[0].keys() == states[1].keys() and all(equal(value, states[1][n]) for n, value in states[0].items())
     assert steps_of_adam(save / LAST) == {STEPS}
-    files = ["training.pt"] if form == "pretrain" else ["training_rank0000.pt", "training_rank0001.pt"]
+    files = FORMS_OF_RESUME[form]
     assert sorted(file.name for file in (save / LAST).glob("training*")) == files
     manifest = json.loads((save / LAST / "manifest.json").read_text())
     assert set(manifest["files"]) == {"model.safetensors", *files}
