@@ -1,5 +1,6 @@
 """Run functions on several gloo ranks: spawned processes that meet as torchrun's do, the CPU redirect active in each."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -80,7 +81,8 @@ class Ranks:
     def close(self) -> None:
         """End all processes."""
         for _, connection in self._ranks:
-            connection.send(_STOP)
+            with contextlib.suppress(OSError):  # a rank that has ended by itself
+                connection.send(_STOP)
         for process, _ in self._ranks:
             process.join(10)
         self._kill()

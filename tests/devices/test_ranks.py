@@ -71,22 +71,15 @@ def test_a_defect_in_an_agreement_shows_its_traceback_on_all_ranks(two_ranks):
     assert "LostRanksError: rank 1 failed:\nTraceback" in other and other.endswith("KeyError: 'ours'")
 
 
-def sleep_on(number: int) -> int:
-    if ranks.rank() == number:
-        time.sleep(60)
-    return os.getpid()
-
-
 def test_the_helper_kills_all_ranks_at_the_time_out():
-    with Ranks(2) as pool:
-        pids = pool.run(os.getpid)
+    with Ranks(1) as pool:  # one is enough here: to start it takes seconds
+        [pid] = pool.run(os.getpid)
         started = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1: did not answer within 1 s") as caught:
-            pool.run(sleep_on, 1, timeout=1)
-        assert set(caught.value.reports) == {1} and time.monotonic() - started < 20
-        for pid in pids:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        with pytest.raises(RankError, match=r"rank 0: did not answer within 1 s"):
+            pool.run(time.sleep, 60, timeout=1)
+        assert time.monotonic() - started < 20
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_one_process_needs_no_group():

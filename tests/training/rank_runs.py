@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from megatron_patch.devices import ranks
 from megatron_patch.devices.device import activate
 from megatron_patch.training import setup
 from megatron_patch.training.loop import train
+from tests.training.test_run import flat
 
 
 def train_quietly(settings: TrainSettings, kind: str) -> tuple[int, str, str]:
@@ -55,12 +55,6 @@ def train_with(event: str, at: int, settings: TrainSettings, kind: str) -> tuple
         return train_quietly(settings, kind)
 
 
-def rows(save: Path, kind: str) -> list[dict]:
-    """The rows of one kind in metrics.jsonl."""
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in lines if row["kind"] == kind]
-
-
 def rewound(save: Path, iteration: int, copy: Path) -> Path:
     """A copy of a run as it stood at an earlier checkpoint."""
     name = f"iter_{iteration:07d}"
@@ -68,15 +62,6 @@ def rewound(save: Path, iteration: int, copy: Path) -> Path:
     (copy / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     shutil.copy(save / "metrics.jsonl", copy)
     return copy
-
-
-def flat(state, prefix: str = "") -> dict:
-    """Every leaf of a nested state by its path."""
-    if isinstance(state, dict):
-        return {k: v for key, value in state.items() for k, v in flat(value, f"{prefix}/{key}").items()}
-    if isinstance(state, list | tuple):
-        return {k: v for i, value in enumerate(state) for k, v in flat(value, f"{prefix}/{i}").items()}
-    return {prefix: state}
 
 
 def training_states(checkpoint: Path) -> dict:

@@ -12,12 +12,12 @@ from tests.distributed import RankError, Ranks
 from tests.training.rank_runs import (
     equal,
     rewound,
-    rows,
     train_by_rank,
     train_quietly,
     train_with,
     training_states,
 )
+from tests.training.test_run import rows
 
 STEPS = 10
 LAST = f"iter_{STEPS:07d}"
