@@ -24,6 +24,11 @@ setup(
         "megatron-core==0.16.1",  # devices/mcore_fixes.py mends this version and refuses others
         "transformers>=5.24.0,<5.25",  # the base's reference; exports also load with 5.9.0 (requirements/verl.txt)
         "torch>=2.7",
+        "lm_eval>=0.4.13,<0.5",  # scores; evaluation/encode.py reads strings as 0.4.13 does
+        "accelerate>=1.10",  # with the three below, what lm-eval's `hf` and `local-completions` need beside it
+        "aiohttp>=3.11",
+        "requests>=2.32",
+        "tenacity>=9",
         "datasets>=5.2",
         "jinja2>=3.1",
         "matplotlib>=3.10",

@@ -37,7 +37,7 @@ build_env() {
   wanted="$(cat "$requirements" "$ROOT/setup.py" | cksum) $ROOT"
   [[ "$(cat "$env/.complete" 2>/dev/null || true)" == "$wanted" ]] && return 0
   started=$SECONDS
-  echo "[setup] $1: $(grep -c '==' "$requirements") pinned packages from requirements/$2 (1 to 2 GB on disk, some minutes)"
+  echo "[setup] $1: $(grep -c '==' "$requirements") pinned packages from requirements/$2 (1 to 2.5 GB on disk, some minutes)"
   rm -f "$env/.complete"
   if [[ ! -x "$env/bin/python" ]]; then
     python="$(find_python)"

@@ -155,7 +155,8 @@ class Evaluate:
     """Score a model against its base, with and without its DSA layers.
 
     Writes recovery.json, recovery.md and recovery.png: how much of each task is kept, and whether the DSA layers take
-    part in it (scores with them bypassed, and with their selected keys scrambled).
+    part in it (scores with them bypassed, and with their selected keys scrambled). lm-eval scores; its tasks are written
+    beside the report (lm_eval/), for its own command line. docs/evaluate.md explains.
 
     Example: dsa-upcycle evaluate --base runs/demo/base --model runs/demo/export
     --suite runs/demo/base/demo_data/suite --output runs/demo/evaluation
@@ -163,12 +164,16 @@ class Evaluate:
 
     base: Path
     """The base's Hugging Face directory."""
-    model: Path
-    """The exported directory."""
     suite: Path
     """Folder with suite.json and its task files."""
     output: Path
     """A new or empty directory."""
+    model: Path | None = None
+    """The exported directory. Either this or --endpoint."""
+    endpoint: str | None = None
+    """Instead of --model, a served model: URL of an OpenAI-compatible completions server (vLLM, SGLang), without ablations."""
+    endpoint_model: str | None = None
+    """The name under which the endpoint serves it; default: the only one it lists."""
     kind: Literal["upcycle", "prune"] = "upcycle"
     """What made the model out of the base."""
     limit: int | None = None
@@ -192,6 +197,8 @@ class Evaluate:
             model=self.model,
             suite=self.suite,
             output=self.output,
+            endpoint=self.endpoint,
+            endpoint_model=self.endpoint_model,
             kind=self.kind,
             limit=self.limit,
             trust_remote_code=self.trust_remote_code,
@@ -202,7 +209,41 @@ class Evaluate:
         )
 
 
-COMMANDS = {"demo-base": DemoBase, "plan": Plan, "export": Export, "check": Check, "evaluate": Evaluate}
+@dataclass
+class RlReport:
+    """Read the log of a verl run, draw its curves and name its symptoms.
+
+    RUN is a console log, the JSONL of verl's file logger, TensorBoard events, a wandb offline run, or a directory with
+    such. Writes report.md, curves.png and rl_report.json. Symptoms are a result, not an error: the exit code is 0.
+
+    Example: dsa-upcycle rl-report logs/grpo --compare logs/grpo_other_machine --output runs/rl_report
+    """
+
+    log: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A verl log, or a directory with one."""
+    output: Path
+    """A new or empty directory."""
+    compare: Path | None = None
+    """Another run's log: says of each symptom whether that run has it too."""
+    json: Path | None = None
+    """Also write rl_report.json to this file."""
+    fail_on: tuple[str, ...] = ()
+    """Ids of symptoms, or any: exit code 1 if one is found, or was named and could not be tested."""
+
+    def __call__(self) -> int | None:
+        from megatron_patch.diagnosis.rl_report import run
+
+        return run(self.log, self.output, compare=self.compare, json_file=self.json, fail_on=self.fail_on)
+
+
+COMMANDS = {
+    "demo-base": DemoBase,
+    "plan": Plan,
+    "export": Export,
+    "check": Check,
+    "evaluate": Evaluate,
+    "rl-report": RlReport,
+}
 
 
 def usage() -> str:

@@ -117,6 +117,9 @@ class StepSettings:
         _require(
             self.eval_interval >= 0, "--eval-interval must not be negative", self.eval_interval, "0 never evaluates"
         )
+        _require(0 <= self.seed < 2**32, "--seed must be from 0 to below 2**32", self.seed, "give another")
+        minutes = self.exit_duration_in_mins
+        _require(minutes is None or minutes >= 0, "--exit-duration-in-mins must be 0 or more", minutes, "leave it out")
 
 
 @dataclass
@@ -145,9 +148,10 @@ class OptimizerSettings:
     """Load-balancing loss of the new layers' routers; the base's routers never move."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "min_lr", "weight_decay", "clip_grad", "indexer_loss_coeff", "moe_aux_loss_coeff"):
-            value = getattr(self, name)
-            _require(value >= 0, f"--{name.replace('_', '-')} must not be negative", value, "give 0 or more")
+        rates = ("lr", "min_lr", "weight_decay", "clip_grad", "indexer_lr", "indexer_loss_coeff", "moe_aux_loss_coeff")
+        for name in rates:
+            value, rule = getattr(self, name), f"--{name.replace('_', '-')} must be finite and not negative"
+            _require(value is None or 0 <= value < float("inf"), rule, value, "give 0 or more")
         _require(
             self.min_lr <= self.lr, "--min-lr must not exceed --lr", f"{self.min_lr} > {self.lr}", "lower --min-lr"
         )
@@ -240,6 +244,8 @@ class OutputSettings:
             self.save_interval >= 0, "--save-interval must not be negative", self.save_interval, "0 saves at the end"
         )
         _require(self.keep_last >= 0, "--keep-last must not be negative", self.keep_last, "0 keeps all")
+        folder = self.tensorboard_dir
+        _require(folder is None or not folder.is_file(), "--tensorboard-dir must be a directory", folder, "move the file")
         _require(self.trunk_cache is None, "--trunk-cache is not in this release", self.trunk_cache, "leave it out")
         if self.profile_steps is not None:
             self.profile_range()

@@ -36,11 +36,14 @@ def run(main: Callable[[], int | None]) -> int:
 
     Returns:
         What `main` returned (None is 0), 2 after a `UserError` or a path that the system refuses, 3 after a
-        `NonFiniteError`; these print one line on stderr and no traceback. Any other exception passes through: it is a
-        defect of ours and its traceback helps.
+        `NonFiniteError`; these print one line on stderr and no traceback. 0 where the reader of the output has left. Any
+        other exception passes through: it is a defect of ours and its traceback helps.
     """
     try:
         return main() or EXIT_OK
+    except BrokenPipeError:  # `| head` has seen enough; Python's own last flush would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except Exception as error:
         line = as_line(error)
         if line is None:

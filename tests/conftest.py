@@ -11,10 +11,14 @@ os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp(prefix="hf_modules_")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from megatron_patch.devices import cpu_redirect
 
 cpu_redirect.install()
+# The same examples in every run, and no time limit for each: a machine that is busy is no fault of the code.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

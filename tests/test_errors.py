@@ -1,5 +1,10 @@
 """How a run ends: one line and its code for the user's mistakes, a traceback for ours."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron_patch import errors
@@ -47,3 +52,11 @@ def test_a_machines_first_rank_speaks_first(monkeypatch, capsys):
 def test_our_defects_keep_their_traceback(error):
     with pytest.raises(type(error)):
         ends_with(error)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = "import sys; from megatron_patch import errors; sys.exit(errors.run(lambda: [print('x' * 99) for _ in range(9999)] and 0))"
+    command = f'{sys.executable} -c "{code}" | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}'
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")

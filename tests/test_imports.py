@@ -120,9 +120,11 @@ def test_package_files_are_light(init: Path) -> None:
     assert imported(init) == set()
 
 
-@pytest.mark.parametrize("module", ["cli", "flags", "config", "planning.report", "model.architecture"])
+@pytest.mark.parametrize(
+    "module", ["cli", "flags", "config", "planning.report", "model.architecture", "diagnosis.rl_report"]
+)
 def test_light_modules_load_without_torch(module: str) -> None:
-    """`dsa-upcycle --help`, mistakes and `plan` answer at once."""
+    """`dsa-upcycle --help`, mistakes, `plan` and `rl-report` answer at once."""
     code = f"import sys, megatron_patch.{module}; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -159,6 +159,12 @@ def test_evaluation_trusts_no_code_of_its_own_accord(tools: Path) -> None:
     command = dry_run("evaluate.sh", "--limit", "3", tools=tools, MODEL="m", OUTPUT="o")
     assert "--trust-remote-code" not in command
     assert command[-2:] == ["--limit", "3"]
+    assert command[command.index("--model") + 1] == "m" and "--endpoint" not in command
+
+
+def test_an_endpoint_is_scored_instead_of_the_export(tools: Path) -> None:
+    command = dry_run("evaluate.sh", tools=tools, ENDPOINT="http://h:8000")
+    assert command[command.index("--endpoint") + 1] == "http://h:8000" and "--model" not in command
 
 
 def test_a_missing_tool_says_how_to_get_it(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 #
 #   BASE_MODEL=/models/DeepSeek-V2-Lite-Chat SUITE=my_suite bash examples/deepseek_v2_lite/evaluate.sh
 #
-# SUITE is a folder with suite.json and the task files that it names. More flags go to `dsa-upcycle evaluate`:
+# SUITE is a folder with suite.json and the task files that it names (docs/evaluate.md). ENDPOINT=http://host:8000 scores what a
+# server serves instead of the export, without the ablations. More flags go to `dsa-upcycle evaluate`:
 # evaluate.sh --limit 100
 # DRY_RUN=1 prints the command.
 set -euo pipefail
@@ -16,9 +17,10 @@ MODEL="${MODEL:-runs/v2_lite/export}"
 OUTPUT="${OUTPUT:-runs/v2_lite/evaluation}"
 DTYPE="${DTYPE:-bfloat16}"
 BATCH_SIZE="${BATCH_SIZE:-16}"
-where=()
+scored=(--model "$MODEL") where=()
+[[ -z "${ENDPOINT:-}" ]] || scored=(--endpoint "$ENDPOINT")
 [[ -z "$DEVICE" ]] || where=(--device "$DEVICE")
 
 command="$(tool dsa-upcycle)"
-run_or_print "$command" evaluate --base "$BASE_MODEL" --model "$MODEL" --suite "$SUITE" --output "$OUTPUT" \
+run_or_print "$command" evaluate --base "$BASE_MODEL" "${scored[@]}" --suite "$SUITE" --output "$OUTPUT" \
   --dtype "$DTYPE" --batch-size "$BATCH_SIZE" "${where[@]}" "$@"

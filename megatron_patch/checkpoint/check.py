@@ -3,7 +3,7 @@
 No code of the export runs: its Python files must equal this package's, and those are what loads it.
 """
 
-import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_patch.errors import EXIT_OK, EXIT_USER, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.io.safetensors_dir import SafetensorsDir
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import DsaSettings, read_architecture, read_config
 from megatron_patch.model.layer_pattern import appended_pattern
 
@@ -96,7 +97,12 @@ def check(export: str | Path, base: str | Path, json_file: str | Path | None = N
                 "checks": [asdict(item) for item in checks],
             },
         )
-    return EXIT_OK if passed else EXIT_USER
+    if passed:
+        return EXIT_OK
+    failed = [item for item in checks if item.status == FAIL]
+    names, detail = ", ".join(item.name for item in failed), " ".join(failed[0].detail.split())
+    print(f"error: an export must pass every check: {export} fails {names}: {detail}; export it again", file=sys.stderr)
+    return EXIT_USER
 
 
 def _run(name: str, claim: Callable[[], str]) -> Check:
@@ -207,7 +213,7 @@ def _dsa_tensors(export: Path, base: Path) -> str:
 def _files(export: Path) -> str:
     """Every file is the one that was written: its hash stands in the manifest."""
     try:
-        manifest = json.loads((export / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = read_json(export / MANIFEST_FILE)
         recorded = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Failed(f"{MANIFEST_FILE} cannot be read: {error}") from None
@@ -266,7 +272,10 @@ def _chat_template(export: Path, base: Path) -> str:
         raise _Skipped("neither the base nor the export has one; chat training and verl need one")
     if of_base.chat_template != of_export.chat_template:
         raise _Failed("it is not the base's")
-    text = of_export.apply_chat_template(_CONVERSATION, tokenize=False, add_generation_prompt=True)
+    try:
+        text = of_export.apply_chat_template(_CONVERSATION, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # Jinja's, or whatever a template's expressions raise
+        raise _Failed(f"it does not render a conversation: {' '.join(str(error).split())[:300]}") from None
     ids = of_export(text, add_special_tokens=False)["input_ids"]
     bos = of_export.bos_token_id
     if ids.count(bos) != 1 or ids[0] != bos:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import megatron_patch
 from megatron_patch.checkpoint import export_files
 from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names, sizes
-from megatron_patch.checkpoint.load_base import IGNORED_HF_NAMES
+from megatron_patch.checkpoint.load_base import base_dtype
 from megatron_patch.checkpoint.manifest import (
     WEIGHTS_FILE,
     TrainingManifest,
@@ -83,7 +83,7 @@ def export(
     source, trained = SafetensorsDir(base), SafetensorsFile(directory / WEIGHTS_FILE)
     with atomic_directory(output) as partial:
         weight_map = _place_base(source, partial, base_shards, hashes, progress)
-        new = _write_trained(trained, mapping, _base_dtype(source), partial, progress)
+        new = _write_trained(trained, mapping, base_dtype(source), partial, progress)
         _write_index(partial, source, weight_map, new)
         atomic_write_json(partial / "config.json", config)
         export_files.copy_code(partial)
@@ -135,15 +135,6 @@ def _check_base(manifest: TrainingManifest, base: Path, identity: str) -> None:
             f"--base must be the base that the checkpoint was trained on: it was {manifest.base.path} "
             f"(sha256 {manifest.base.sha256[:12]}), {base} is another (sha256 {identity[:12]}); give the former"
         )
-
-
-def _base_dtype(source: SafetensorsDir) -> torch.dtype:
-    dtypes = {source.dtype(name) for name in source if not IGNORED_HF_NAMES.fullmatch(name)}
-    if len(dtypes) != 1:
-        raise UserError(
-            f"the base must have one dtype: {source.path} has {sorted(map(str, dtypes))}; convert it to one"
-        )
-    return dtypes.pop()
 
 
 def _target_name(file: str) -> str:

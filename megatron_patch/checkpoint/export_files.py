@@ -1,11 +1,11 @@
 """The files around the weights of an export: config, tokenizer, code, generation settings, README."""
 
-import json
 import shutil
 from pathlib import Path
 
 from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_json, atomic_write_text
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.model.layer_pattern import DSA, format_pattern
 
@@ -94,16 +94,17 @@ def copy_texts(base: Path, output: Path) -> list[str]:
     settings = output / "tokenizer_config.json"
     if settings.is_file():
         try:
-            content = json.loads(settings.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"tokenizer_config.json must be JSON: {base}: {error}; fetch the file again") from None
-        if content.pop("auto_map", None) is not None:  # it names code that is not copied
+            content = read_json(settings)
+            has_code = content.pop("auto_map", None) is not None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"tokenizer_config.json must be a JSON object: {base}: {error}; fetch the file again") from None
+        if has_code:  # it names code that is not copied
             atomic_write_json(settings, content)
             notes.append("tokenizer_config.json: auto_map removed, transformers' own tokenizer class is used")
     if (base / "generation_config.json").is_file():
         shutil.copyfile(base / "generation_config.json", output / "generation_config.json")
     else:
-        config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        config = read_json(base / "config.json")
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: config[name] for name in names if config.get(name) is not None}
         atomic_write_json(output / "generation_config.json", ids)

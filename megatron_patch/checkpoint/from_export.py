@@ -1,6 +1,5 @@
 """Training that starts from an export: the DSA layers of a Hugging Face directory, checked like a checkpoint."""
 
-import json
 from pathlib import Path
 
 from torch import nn
@@ -10,6 +9,8 @@ from megatron_patch.checkpoint.load_base import LoadReport, load_trained_from_ex
 from megatron_patch.checkpoint.save import Identity
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
+from megatron_patch.io.safetensors_dir import SafetensorsDir
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import Architecture
 
 
@@ -41,8 +42,8 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
         found = recorded["base"]["sha256"] if name == "base" else recorded[name]
         if found != value:
             raise UserError(f"an export belongs to one {name}: {export} has {found}, the run {value}; change {flag}")
-    for name, sha256 in recorded["files"].items():
-        if name.endswith(".safetensors") and file_sha256(export / Path(name).name) != sha256:
+    for name in SafetensorsDir(export).files:
+        if file_sha256(export / name) != recorded["files"].get(name):
             raise UserError(f"an export's files must be as written: {export / name} has changed; export it again")
     return load_trained_from_export(model, export, arch, identity.layer_pattern)
 
@@ -50,7 +51,7 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
 def _read_manifest(export: Path) -> dict:
     file = export / MANIFEST_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         _ = content["base"]["sha256"], content["layer_pattern"], content["dsa"], content["files"].items()
         return content
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,7 +6,6 @@ SAVE/iter_0000100/training.pt              optimizer and the like; see `checkpoi
 SAVE/iter_0000100/manifest.json
 """
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import DsaSettings
 
 SCHEMA = 1
@@ -102,11 +102,16 @@ def read_manifest(directory: str | Path) -> TrainingManifest:
     """
     file = Path(directory) / MANIFEST_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema is {content['schema']}, this release reads {SCHEMA}")
         if content["kind"] not in KINDS:
             raise ValueError(f"kind is {content['kind']!r}, must be one of {KINDS}")
+        for key, kind in (("layer_pattern", list), ("files", dict), ("base", dict), ("dsa", dict)):
+            if not isinstance(content[key], kind):
+                raise TypeError(f"{key} is {content[key]!r}")
+        if not all(isinstance(item, str) for key in ("base", "files") for item in content[key].values()):
+            raise TypeError("a path or hash of base or files is no text")
         dsa = dict(content["dsa"])
         return TrainingManifest(
             kind=content["kind"],
@@ -126,7 +131,7 @@ def read_manifest(directory: str | Path) -> TrainingManifest:
         raise UserError(
             f"a checkpoint must hold {MANIFEST_FILE}: {directory} has none; give a whole checkpoint"
         ) from None
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"a manifest must be whole: {file}: {detail}; copy the checkpoint again") from None
 
@@ -135,10 +140,12 @@ def verify_files(directory: str | Path, manifest: TrainingManifest, only: tuple[
     """Compare the files that the manifest names (or `only` these) with their hashes.
 
     Raises:
-        UserError: a file is missing or has changed.
+        UserError: a file is missing or has changed, or the manifest does not name one of `only`.
     """
     for name in manifest.files if only is None else only:
-        expected = manifest.files.get(name)
+        if name not in manifest.files:
+            raise UserError(f"a manifest names its files: that of {directory} lacks {name}; copy the checkpoint again")
+        expected = manifest.files[name]
         file = Path(directory) / name
         if Path(name).name != name:
             raise UserError(f"a manifest names files beside it: {directory} has {name!r}; copy the checkpoint again")

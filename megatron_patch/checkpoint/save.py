@@ -177,7 +177,9 @@ def load_weights(
     checkpoint = iteration_directory(save)
     manifest = read_manifest(checkpoint)
     if ranks.is_main():  # once is enough: the ranks see one file system
-        verify_files(checkpoint, manifest)
+        layout = manifest.layout
+        states = {layout.training_file(number) for number in range(layout.data_parallel)} if same_kind else set()
+        verify_files(checkpoint, manifest, only=(WEIGHTS_FILE, *sorted(states)))
     check_identity(manifest, identity, checkpoint, same_kind=same_kind)
     load_trained(model, checkpoint / WEIGHTS_FILE)
     return checkpoint, manifest

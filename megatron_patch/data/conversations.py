@@ -5,6 +5,7 @@ from typing import Any
 from megatron_patch.data.readers import type_name
 from megatron_patch.errors import UserError
 
+FORMS = ("messages", "conversations", "instruction")
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -26,24 +27,37 @@ def parse_conversation(row: dict[str, Any], where: str) -> list[Message]:
         where: the row's name for messages.
 
     Raises:
-        UserError: none of the three, a wrong type, or an unknown role.
+        UserError: none of the three or more than one, a wrong type, or an unknown role.
     """
-    if "messages" in row:
+    forms = [key for key in FORMS if row.get(key) is not None]  # parquet gives every row every column
+    if len(forms) > 1:
+        raise UserError(
+            f"{where}: a chat row has one of {', '.join(map(repr, FORMS))}: this one has {' and '.join(map(repr, forms))}; "
+            "remove all but the conversation to learn"
+        )
+    if forms == ["messages"]:
         return [_openai_message(m, f"{where}: message {i}") for i, m in enumerate(_list(row, "messages", where), 1)]
-    if "conversations" in row:
+    if forms == ["conversations"]:
         turns = _list(row, "conversations", where)
         return _system(row, where) + [_sharegpt_message(m, f"{where}: turn {i}") for i, m in enumerate(turns, 1)]
-    if "instruction" in row:
+    if forms == ["instruction"]:
         return _alpaca(row, where)
     raise UserError(
         f"{where}: a chat row has 'messages', 'conversations' or 'instruction'; this one has "
-        f"{', '.join(map(repr, sorted(row))) or 'no keys'}; convert it to one of the three forms"
+        f"{', '.join(repr(k) + (' (null)' if k in FORMS else '') for k in sorted(row)) or 'no keys'}; convert it to one "
+        "of the three forms"
     )
 
 
 def _openai_message(message: Any, where: str) -> Message:
-    if isinstance(message, dict) and message.get("tool_calls"):
-        raise UserError(f"{where}: tool calls are not supported; write the call as text in 'content'")
+    for key in ("tool_calls", "function_call"):
+        if isinstance(message, dict) and message.get(key):
+            raise UserError(f"{where}: tool calls are not supported: it has {key!r}; write the call as text in 'content'")
+    if isinstance(message, dict) and message.get("weight") not in (None, 1):  # OpenAI's 0: not to be learned
+        raise UserError(
+            f"{where}: 'weight' must be 1 or absent, every assistant turn is learned: {message['weight']!r}; split the "
+            "conversation before that turn, or remove the key"
+        )
     role = _string(message, "role", where)
     if role not in ROLES:
         raise UserError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
@@ -59,7 +73,8 @@ def _sharegpt_message(message: Any, where: str) -> Message:
 
 def _alpaca(row: dict[str, Any], where: str) -> list[Message]:
     messages = _system(row, where)
-    for i, pair in enumerate(row.get("history") or [], 1):
+    history = row if row.get("history") is not None else {"history": []}
+    for i, pair in enumerate(_list(history, "history", where), 1):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(
                 f"{where}: 'history' entry {i} must be a list of two strings: question and answer; mend the row"

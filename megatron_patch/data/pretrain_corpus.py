@@ -23,7 +23,7 @@ from megatron_patch.data.readers import (
     read_chunks,
     type_name,
 )
-from megatron_patch.data.tokenizer import encode_plain, load_tokenizer, tokenizer_sha256
+from megatron_patch.data.tokenizer import encode_plain, load_tokenizer, tokenizer_sha256, vocabulary_size
 from megatron_patch.data.workers import ordered_map
 from megatron_patch.errors import UserError
 
@@ -81,6 +81,10 @@ def prepare_pretrain(settings: PretrainCorpusSettings) -> dict[str, Any]:
     """
     check_inputs(settings.input)
     prefix = Path(settings.output_prefix)
+    if settings.output_prefix.endswith(("/", "/.", "/..")) or prefix.name in ("", ".."):
+        raise UserError(
+            f"--output-prefix ends in the name of P.bin: {settings.output_prefix!r} names a folder; append a name to it"
+        )
     for suffix in (".bin", ".idx", ".json"):
         if Path(f"{prefix}{suffix}").exists():
             raise UserError(
@@ -103,7 +107,7 @@ def prepare_pretrain(settings: PretrainCorpusSettings) -> dict[str, Any]:
             "text_key": settings.text_key,
             "tokenizer": str(Path(settings.tokenizer).resolve()),
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "vocab_size": len(tokenizer),
+            "vocab_size": vocabulary_size(tokenizer),
             "bos_id": tokenizer.bos_token_id,
             "eos_id": tokenizer.eos_token_id,
             "inputs": describe_inputs(settings.input),
@@ -119,7 +123,7 @@ def _write_documents(settings: PretrainCorpusSettings, work: _Work, prefix: Path
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(len(work.tokenizer)))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary_size(work.tokenizer)))
     counts, tokens = RowCounts(), 0
     for chunk in _with_progress(settings, work):
         counts.merge(chunk.counts)

@@ -1,23 +1,18 @@
 """megatron-core's GPTDataset over prepared text, checked before it is trusted."""
 
 import hashlib
-import json
 import math
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from megatron_patch.data.batch import Row
 from megatron_patch.data.split import parse_split
+from megatron_patch.data.token_files import check_files, read_report
 from megatron_patch.errors import UserError
-
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 
 
 class Blend(NamedTuple):
@@ -28,16 +23,26 @@ class Blend(NamedTuple):
 
 
 class PretrainDataset(Dataset):
-    """Rows of `seq_length` tokens, documents running on from row to row as megatron-core cuts them."""
+    """Rows of `seq_length` tokens, documents running on from row to row as megatron-core cuts them.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    P.bin is not read as a whole at the start, so that each row's ids are compared with the vocabulary when it is taken: an
+    embedding looked up beyond its end is a crash on a CPU, and on some devices a silent zero.
+    """
+
+    def __init__(self, dataset: Any, vocab_size: int) -> None:
+        self.dataset, self.vocab_size = dataset, vocab_size
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> Row:
         item = self.dataset[number]
+        first, last = map(int, item["tokens"].aminmax())
+        if first < 0 or max(last, int(item["labels"].max())) >= self.vocab_size:
+            raise UserError(
+                f"ids lie from 0 to below the model's {self.vocab_size}: row {number} of the pretraining data has {first} to "
+                f"{last}; P.bin is damaged, run prepare_pretrain.py again"
+            )
         return Row(item["tokens"], item["labels"], item["loss_mask"])
 
 
@@ -103,8 +108,9 @@ def build_pretrain_datasets(
         valid_blend = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
         fingerprint, documents = hashlib.sha256(), {}
         for prefix in [*train_blend.prefixes, *(valid_blend.prefixes if valid_blend else [])]:
-            _check_report(prefix, eos_id, vocab_size, tokenizer_sha256)
-            documents[prefix] = _check_files(prefix)
+            report = read_report(prefix)
+            _check_report(report, prefix, eos_id, vocab_size, tokenizer_sha256)
+            documents[prefix] = check_files(prefix, report)
             fingerprint.update(Path(f"{prefix}.idx").read_bytes())
         if valid_blend is None:
             _check_split(split, {prefix: documents[prefix] for prefix in train_blend.prefixes}, valid_samples)
@@ -130,7 +136,7 @@ def build_pretrain_datasets(
     # A part that exists is built with one row at least: megatron-core cannot be told to leave it out.
     sizes = [train_samples, max(valid_samples, 1), 1]
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    return PretrainDataset(train), PretrainDataset(valid) if valid_samples else None
+    return PretrainDataset(train, vocab_size), PretrainDataset(valid, vocab_size) if valid_samples else None
 
 
 class _TokenIds:
@@ -146,61 +152,19 @@ class _TokenIds:
         self.unique_identifiers = {"eod": eos_id, "pad": pad_id, "vocab_size": vocab_size, "data": data_sha256}
 
 
-def _check_report(prefix: str, eos_id: int, vocab_size: int, tokenizer_sha256: str | None) -> None:
-    try:
-        report = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-        made_with = report["tokenizer_sha256"], report["eos_id"], report["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+def _check_report(report: dict[str, Any], prefix: str, eos_id: int, vocab_size: int, sha256: str | None) -> None:
+    if sha256 is not None and report["tokenizer_sha256"] != sha256:
         raise UserError(
-            f"--data-path is a prefix P that prepare_pretrain.py wrote (P.bin, P.idx, P.json): {prefix}.json is not "
-            f"readable ({type(error).__name__}: {error}); run it first, or check the path"
-        ) from None
-    if tokenizer_sha256 is not None and made_with[0] != tokenizer_sha256:
-        raise UserError(
-            f"pretraining data must be made with the run's tokenizer: {prefix} has hash {made_with[0][:12]}, the run "
-            f"{tokenizer_sha256[:12]}; run prepare_pretrain.py again with --tokenizer of the base model"
+            f"pretraining data must be made with the run's tokenizer: {prefix} has hash "
+            f"{report['tokenizer_sha256'][:12]}, the run {sha256[:12]}; run prepare_pretrain.py again with --tokenizer "
+            "of the base model"
         )
-    if made_with[1] != eos_id or made_with[2] > vocab_size:
+    if report["eos_id"] != eos_id or report["vocab_size"] > vocab_size:
         raise UserError(
-            f"pretraining data must fit the model's vocabulary: {prefix} has EOS {made_with[1]} and {made_with[2]} "
-            f"ids, the model EOS {eos_id} and {vocab_size} ids; run prepare_pretrain.py again with --tokenizer of "
-            "the base model"
+            f"pretraining data must fit the model's vocabulary: {prefix} has EOS {report['eos_id']} and "
+            f"{report['vocab_size']} ids, the model EOS {eos_id} and {vocab_size} ids; run prepare_pretrain.py again "
+            "with --tokenizer of the base model"
         )
-
-
-def _check_files(prefix: str) -> int:
-    """The number of documents, after checking that both files have the sizes that P.idx tells.
-
-    megatron-core's reader believes a damaged index, and reads past a truncated P.bin.
-    """
-    from megatron.core.datasets.indexed_dataset import DType
-
-    for suffix in (".bin", ".idx"):
-        path = Path(f"{prefix}{suffix}")
-        if not path.is_file() or path.stat().st_size == 0:
-            raise UserError(
-                f"pretraining data are P.bin and P.idx: {path} is missing or empty; run prepare_pretrain.py again"
-            )
-    index = Path(f"{prefix}.idx")
-    with index.open("rb") as file:
-        header = file.read(_INDEX_HEADER.size)
-        if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
-            raise UserError(f"{index} is damaged or no index of megatron-core; run prepare_pretrain.py again")
-        _, _, code, documents, boundaries = _INDEX_HEADER.unpack(header)
-        expected = _INDEX_HEADER.size + documents * (4 + 8) + boundaries * 8  # int32 lengths, int64 places, int64 ends
-        if index.stat().st_size != expected or not documents:
-            raise UserError(
-                f"{index} must have {expected} bytes for its {documents} documents, and some document: it has "
-                f"{index.stat().st_size} bytes; it is damaged, run prepare_pretrain.py again"
-            )
-        tokens = int(np.fromfile(file, dtype=np.int32, count=documents).sum(dtype=np.int64))
-    expected, size = tokens * DType.size(code), Path(f"{prefix}.bin").stat().st_size
-    if size != expected:
-        raise UserError(
-            f"{prefix}.bin must have {expected} bytes for the {tokens} tokens in its index: it has {size}; it is "
-            "truncated or foreign, run prepare_pretrain.py again"
-        )
-    return documents
 
 
 def _check_split(split: str, documents: dict[str, int], valid_samples: int) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 from zlib import error as ZlibError
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import parse_json
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 CHUNK_ROWS = 512
@@ -57,6 +59,8 @@ def check_inputs(paths: Sequence[str | Path]) -> None:
         extension(path)
         if not path.is_file():
             raise UserError(f"input files must exist: {str(path)!r} is not a file; check the path")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"input files must be readable: {str(path)!r} is not; check its permissions")
         if path.stat().st_size == 0:
             raise UserError(f"input files must hold data: {str(path)!r} is empty (0 bytes); write it again")
         if path.resolve() in seen:
@@ -97,7 +101,7 @@ def parse_row(chunk: Chunk, offset: int) -> dict[str, Any] | None:
     """Row `offset` of a chunk as a dictionary; None for a blank line.
 
     Raises:
-        UserError: bad UTF-8, bad JSON, or JSON that is not an object; names `file:line`.
+        UserError: bad UTF-8, bad JSON, a key that stands twice, or JSON that is not an object; names `file:line`.
     """
     row = chunk.rows[offset]
     if isinstance(row, dict):
@@ -108,7 +112,7 @@ def parse_row(chunk: Chunk, offset: int) -> dict[str, Any] | None:
         return None
     where = chunk.where(offset)
     try:
-        value = json.loads(row.decode("utf-8").rstrip("\r\n"))
+        value = parse_json(row.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8"
@@ -118,8 +122,8 @@ def parse_row(chunk: Chunk, offset: int) -> dict[str, Any] | None:
             f"{where}: bad JSON ({error.msg} at column {error.colno}); write one JSON object per line and no line "
             "breaks in it"
         ) from None
-    except RecursionError:
-        raise UserError(f"{where}: bad JSON (nested too deeply); write one flat JSON object per line") from None
+    except ValueError as error:
+        raise UserError(f"{where}: bad JSON ({error}); write one flat JSON object per line, each key once") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type_name(value)}; write one {{...}} per line")
     return value
@@ -161,20 +165,38 @@ def _parquet_chunks(path: Path, column: str | None) -> Iterator[Chunk]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        file = ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        with ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column is not None and column not in names:
+                raise missing_key(str(path), column, names)
+            wanted = names if column is None else [column]
+            if twice := [name for name in wanted if names.count(name) > 1]:
+                raise UserError(f"{path}: columns must have names of their own: {twice[0]!r} is of two; rename one")
+            total, first = max(file.metadata.num_rows, 1), 1
+            for batch in file.iter_batches(CHUNK_ROWS, columns=wanted):
+                rows = _to_rows(batch, str(path), first)
+                yield Chunk(str(path), first, rows, path.stat().st_size * len(rows) / total)
+                first += len(rows)
+    except pyarrow.ArrowException as error:
         raise UserError(
             f"cannot read {str(path)!r}: {error}; the file is damaged or not parquet, fetch it again"
         ) from error
-    with file:
-        columns = file.schema_arrow.names
-        if column is not None and column not in columns:
-            raise missing_key(str(path), column, columns)
-        total, first = max(file.metadata.num_rows, 1), 1
-        for batch in file.iter_batches(CHUNK_ROWS, columns=None if column is None else [column]):
-            rows = batch.to_pylist()
-            yield Chunk(str(path), first, rows, path.stat().st_size * len(rows) / total)
-            first += len(rows)
+
+
+def _to_rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
+    """A record batch as dictionaries; a value that Python cannot hold is named by its row."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # a string that is not UTF-8, a date beyond Python's: find its row
+        rows: list[dict[str, Any]] = []
+    for offset in range(batch.num_rows):
+        try:
+            rows += batch.slice(offset, 1).to_pylist()
+        except (ValueError, OverflowError) as error:
+            raise UserError(
+                f"{path}:{first + offset}: a value cannot be read ({error}); mend the row or drop its column"
+            ) from None
+    return rows
 
 
 def missing_key(where: str, key: str, present: Sequence[str]) -> UserError:

@@ -14,7 +14,7 @@ from megatron_patch.data.chat import ChatEncoder, EncodedChat, RowRejected
 from megatron_patch.data.conversations import parse_conversation
 from megatron_patch.data.counts import RowCounts, print_table, table_lines
 from megatron_patch.data.readers import Chunk, check_inputs, describe_inputs, parse_row, read_chunks
-from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
+from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256, vocabulary_size
 from megatron_patch.data.workers import ordered_map
 from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_directory, require_empty
@@ -101,7 +101,7 @@ def prepare_sft(settings: SftCorpusSettings) -> dict[str, Any]:
             "tokenizer": str(Path(settings.tokenizer).resolve()),
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             "template_sha256": template_sha256(tokenizer),
-            "vocab_size": len(tokenizer),
+            "vocab_size": vocabulary_size(tokenizer),
             "bos_id": tokenizer.bos_token_id,
             "eos_id": tokenizer.eos_token_id,
             "inputs": describe_inputs(settings.input),

@@ -1,6 +1,5 @@
 """What the model will see, made visible: tokens, document boundaries, and which tokens are learned."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
-from megatron_patch.data.pretrain_corpus import SCHEMA as PRETRAIN_SCHEMA
 from megatron_patch.data.sft_corpus import META
 from megatron_patch.data.sft_dataset import SftDataset
+from megatron_patch.data.token_files import check_files, read_report
 from megatron_patch.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_patch.errors import UserError
 
@@ -40,12 +39,13 @@ class ShowSettings:
                 raise UserError(f"--{name.replace('_', '-')} must be positive: {getattr(self, name)}; give 1 or more")
 
 
-def show_samples(settings: ShowSettings, out: TextIO = sys.stdout) -> None:
-    """Print the first samples or rows.
+def show_samples(settings: ShowSettings, out: TextIO | None = None) -> None:
+    """Print the first samples or rows, to stdout where `out` is None.
 
     Raises:
         UserError: nothing prepared at the path, or a tokenizer other than the one that made the data.
     """
+    out = out or sys.stdout
     colour = out.isatty() and not os.environ.get("NO_COLOR")
     if (Path(settings.path) / META).is_file():
         _show_sft(settings, colour, out)
@@ -72,12 +72,8 @@ def _show_sft(settings: ShowSettings, colour: bool, out: TextIO) -> None:
 def _show_pretraining(settings: ShowSettings, colour: bool, out: TextIO) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    report = json.loads(Path(f"{settings.path}.json").read_text(encoding="utf-8"))
-    if report.get("schema") != PRETRAIN_SCHEMA:
-        raise UserError(
-            f"{settings.path}.json has schema {report.get('schema')}, this version reads {PRETRAIN_SCHEMA}; prepare "
-            "again"
-        )
+    report = read_report(settings.path)
+    check_files(settings.path, report)
     tokenizer = _tokenizer(settings, report)
     data = IndexedDataset(settings.path)
     print(f"{len(data)} documents, in file order (training shuffles them); | between tokens", file=out)

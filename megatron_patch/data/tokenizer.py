@@ -38,7 +38,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         raise UserError(
             f"cannot load the tokenizer in {str(path)!r}: {type(error).__name__}: {error}; fetch its files again, or "
             "pass --trust-remote-code if you trust the Python code in it"
@@ -67,6 +67,11 @@ def encode_plain(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
         list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
     )
     return encoded["input_ids"]
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """One more than the largest id. `len(tokenizer)` counts ids, which is less where ids were left out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:

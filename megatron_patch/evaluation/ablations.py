@@ -1,7 +1,8 @@
 """What a model's DSA layers contribute: forward passes with them bypassed, or with their selected keys scrambled.
 
-All passes over one batch share the layers below the first DSA layer, which no ablation touches. In a model with two
-DSA layers on 27 frozen ones that makes the ablations almost free.
+No ablation touches the layers below the first DSA layer, so they are computed once: for all passes over one batch
+(`fan_out`), or for all batches of a first run that later runs repeat (`recorded_trunk`, `replayed_trunk`). In a model
+with two DSA layers on 27 frozen ones that makes the ablations almost free.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,7 +81,7 @@ def fan_out(
         `WITH` and each ablation's name -> [B, S, D], after the final norm.
     """
     trunk: list[Tensor] = []
-    below = [model.base_model.layers[i] for i in range(min(dsa_layers(model), default=0))]
+    below = _below(model)
     hook = below[-1].register_forward_hook(lambda _m, _i, output: trunk.append(output)) if below else None
     try:
         hidden = {WITH: _hidden(model, ids, attention_mask)}
@@ -92,6 +93,42 @@ def fan_out(
         with _replaced(known), ablation():
             hidden[name] = _hidden(model, ids, attention_mask)
     return hidden
+
+
+@contextmanager
+def recorded_trunk(model: "PreTrainedModel") -> Iterator[list[Tensor]]:
+    """Within the block, keep what comes out below the first DSA layer, of each forward pass: [B, S, D], on the CPU.
+
+    2 GB for half a million tokens of a model of hidden size 2048 in bf16.
+    """
+    trunk: list[Tensor] = []
+    below = _below(model)
+    hook = below[-1].register_forward_hook(lambda _m, _i, output: trunk.append(output.cpu())) if below else None
+    try:
+        yield trunk
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def replayed_trunk(model: "PreTrainedModel", trunk: list[Tensor]) -> Iterator[None]:
+    """Within the block, the layers below the first DSA layer give what they gave: the same batches must come again."""
+    below, passes = _below(model), iter(trunk)
+
+    def again(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        known = next(passes)
+        assert known.shape == hidden_states.shape, "another batch than the one recorded"
+        return known.to(hidden_states.device)
+
+    with _replaced({layer: _identity for layer in below[:-1]} | {layer: again for layer in below[-1:]}):
+        yield
+    assert next(passes, None) is None or not below, "fewer batches than were recorded"
+
+
+def _below(model: "PreTrainedModel") -> list[nn.Module]:
+    """The layers below the first DSA layer; none for a stock model."""
+    return [model.base_model.layers[i] for i in range(min(dsa_layers(model), default=0))]
 
 
 def _hidden(model: "PreTrainedModel", ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -1,72 +1,41 @@
 """`dsa-upcycle evaluate`: score a model beside its base and write recovery.json, recovery.md and recovery.png."""
 
-import gc
 import json
+import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
 import megatron_patch
 from megatron_patch.checkpoint.export import MANIFEST_FILE
 from megatron_patch.errors import EXIT_OK, UserError
-from megatron_patch.evaluation import recovery, report
-from megatron_patch.evaluation.ablations import BYPASSED, SCRAMBLED, Ablation, bypassed, layer_name, scrambled
+from megatron_patch.evaluation import commands, recovery, report
 from megatron_patch.evaluation.encode import Example, encode_documents, encode_rows
-from megatron_patch.evaluation.loading import (
-    DTYPES,
-    ModelDirectory,
-    inspect_directory,
-    load_common_tokenizer,
-    load_model,
-)
-from megatron_patch.evaluation.scores import DocumentScores, document_scores, exact_matches
-from megatron_patch.evaluation.suite import Suite, read_suite
+from megatron_patch.evaluation.endpoint import Endpoint, find_endpoint
+from megatron_patch.evaluation.lm_eval_tasks import write_lm_eval_tasks
+from megatron_patch.evaluation.loading import DTYPES, ModelDirectory, inspect_directory, load_common_tokenizer
+from megatron_patch.evaluation.passes import Scores, Work, score_directory, score_endpoint
+from megatron_patch.evaluation.scores import require_lm_eval
+from megatron_patch.evaluation.suite import read_suite
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, atomic_write_text, require_empty
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 KINDS = (recovery.UPCYCLE, recovery.PRUNE)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What both models are scored on, as tokens, and how."""
-
-    suite: Suite
-    tasks: list[list[Example]]
-    documents: list[Example]
-    batch_size: int
-    seed: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(example.ids) for examples in (*self.tasks, self.documents) for example in examples)
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """Of one model: each task's scores by name of ablation, and the documents'."""
-
-    tasks: list[dict[str, Tensor]]
-    documents: DocumentScores
+TASKS = "lm_eval"  # in the output: the suite as lm-eval's tasks
+NOT_SHOWN = ("bypassed", "scrambled_indices", "participation")  # by a server, which runs its DSA layers as they are
+PROBE = 8  # tokens of the prompt that asks a server for log-probabilities
 
 
 def run(
     base: str | Path,
-    model: str | Path,
+    model: str | Path | None,
     suite: str | Path,
     output: str | Path,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
     kind: str = recovery.UPCYCLE,
     limit: int | None = None,
     trust_remote_code: bool = False,
@@ -75,19 +44,22 @@ def run(
     seed: int = 0,
     device: str | None = None,
 ) -> int:
-    """Score `model` and `base` on `suite`; write the report to `output`.
+    """Score `base`, and `model` or what `endpoint` serves, on `suite` through lm-eval; write the report to `output`.
 
-    The two are never in memory together. Everything that can be checked without a model is checked before one is loaded.
+    Two models are never in memory together. Everything that can be checked without a model is checked before one is
+    loaded.
 
     Args:
         base: Hugging Face directory of the base.
         model: an export (kind "upcycle"), or a pruned model ("prune": no DSA layers, so no ablations).
         suite: directory with suite.json; see `suite.py`.
         output: new or empty directory.
+        endpoint: instead of `model`, URL of an OpenAI-compatible completions server; see `endpoint.py`.
+        endpoint_model: the name under which it serves; None: the only one.
         limit: score only the first so many rows of each task and held-out documents.
         trust_remote_code: run code of the model's directory where it is not this package's.
         dtype: "float32" or "bfloat16"; of the weights and the computation.
-        batch_size: rows per forward pass.
+        batch_size: rows per forward pass, or prompts per request.
         seed: of the scrambled selections.
         device: "cpu" or "cuda"; None: CUDA where there is one.
 
@@ -99,34 +71,68 @@ def run(
     """
     started = time.monotonic()
     output, place = require_empty(output), _check_settings(kind, dtype, batch_size, device)
+    _check_model(model, endpoint, endpoint_model)
+    versions = _versions()
     scored = read_suite(suite, limit)
     base_dir = inspect_directory(base, trust_remote_code=trust_remote_code)
-    model_dir = inspect_directory(model, trust_remote_code=trust_remote_code)
+    model_dir = None if model is None else inspect_directory(model, trust_remote_code=trust_remote_code)
     _check_kind(kind, base_dir, model_dir)
-    tokenizer = load_common_tokenizer(base, model, trust_remote_code=trust_remote_code)
-    work = _encode(tokenizer, scored, batch_size, seed, DTYPES[dtype], place)
-    _check_vocabulary(work, base_dir, model_dir)
-    identities = [directory_identity(path, progress=True) for path in (base, model)]
+    tokenizer = load_common_tokenizer(base, base if model is None else model, trust_remote_code=trust_remote_code)
+    tasks = [encode_rows(tokenizer, task.rows) for task in scored.tasks]
+    documents = encode_documents(tokenizer, scored.held_out)
+    for directory in filter(None, (base_dir, model_dir)):
+        _check_fits([*tasks, documents], directory)
+    server = None if endpoint is None else find_endpoint(endpoint, endpoint_model, documents[0].ids[:PROBE])
 
-    of_base, of_model = _score(base_dir, work, "base"), _score(model_dir, work, "model")
-    content = _assemble(kind, (base_dir, model_dir), identities, work, of_base, of_model)
-    content["warnings"] = _warnings(content, model_dir, identities[0], of_base, of_model, work.dtype, limit)
-    content["settings"] = {
-        "limit": limit,
-        "dtype": dtype,
-        "device": str(place),
-        "batch_size": batch_size,
-        "seed": seed,
-        "seconds": round(time.monotonic() - started, 1),
-        "versions": _versions(),
-    }
     with atomic_directory(output) as directory:
-        atomic_write_json(directory / "recovery.json", content)
-        atomic_write_text(directory / "recovery.md", report.markdown(content))
-        report.write_figure(content, directory / "recovery.png")
+        (directory / TASKS).mkdir()
+        files = write_lm_eval_tasks(directory / TASKS, scored, tasks, documents, tokenizer.eos_token)
+        work = Work(scored, tasks, documents, files, tokenizer, batch_size, seed, DTYPES[dtype], place)
+        identities = [directory_identity(path, progress=True) for path in (base, model) if path is not None]
+        of_base = score_directory(base_dir, work, "base")
+        if model_dir is not None:
+            of_model = score_directory(model_dir, work, "model")
+        else:
+            of_model = score_endpoint(server, work, trust_remote_code=trust_remote_code)
+        content = _assemble(kind, work, (base_dir, model_dir or server), identities, of_base, of_model)
+        content["warnings"] = _warnings(content, model_dir, identities[0], of_base, of_model, work.dtype, limit)
+        content["lm_eval"] = {
+            "version": versions["lm_eval"],
+            "commands": commands.commands(work, output / TASKS, (base_dir, model_dir or server)),
+        }
+        content["settings"] = {
+            "limit": limit,
+            "dtype": dtype,
+            "device": str(place),
+            "batch_size": batch_size,
+            "seed": seed,
+            "seconds": round(time.monotonic() - started, 1),
+            "versions": versions,
+        }
+        _write(directory, content)
     report.print_console(content)
-    print(f"written: {output / 'recovery.json'}, recovery.md, recovery.png")
+    print(f"written: {output / 'recovery.json'}, recovery.md, recovery.png, {TASKS}/")
     return EXIT_OK
+
+
+def _write(directory: Path, content: dict[str, Any]) -> None:
+    shutil.rmtree(directory / TASKS / "__pycache__", ignore_errors=True)  # lm-eval imported from there
+    atomic_write_json(directory / "recovery.json", content)
+    atomic_write_text(directory / "recovery.md", report.markdown(content))
+    report.write_figure(content, directory / "recovery.png")
+
+
+def _check_model(model: str | Path | None, endpoint: str | None, endpoint_model: str | None) -> None:
+    if (model is None) == (endpoint is None):
+        given = "neither" if model is None else "both"
+        raise UserError(
+            f"evaluate needs exactly one of --model and --endpoint: {given} given; --model DIR for an export, --endpoint "
+            "URL for a served model"
+        )
+    if endpoint is None and endpoint_model is not None:
+        raise UserError(
+            f"--endpoint-model names what an --endpoint serves: {endpoint_model!r} without one; leave it out"
+        )
 
 
 def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) -> torch.device:
@@ -143,11 +149,13 @@ def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) 
     return torch.device(device)
 
 
-def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory) -> None:
+def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory | None) -> None:
     if base.dsa_layers:
         raise UserError(
             f"--base must be a base without DSA layers: {base.path} has some; give the model it was made from"
         )
+    if model is None:  # served: nothing tells what it is made of
+        return
     if kind == recovery.UPCYCLE and not model.dsa_layers:
         raise UserError(
             f"--kind upcycle needs a --model with DSA layers: {model.path} has none; give what `dsa-upcycle export` "
@@ -157,63 +165,31 @@ def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory) -> None:
         raise UserError(f"--kind prune scores a model without DSA layers: {model.path} has some; use --kind upcycle")
 
 
-def _encode(
-    tokenizer: "PreTrainedTokenizerBase",
-    suite: Suite,
-    batch_size: int,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> _Work:
-    tasks = [encode_rows(tokenizer, task.rows) for task in suite.tasks]
-    documents = encode_documents(tokenizer, suite.held_out)
-    return _Work(suite, tasks, documents, batch_size, seed, dtype, device)
-
-
-def _check_vocabulary(work: _Work, *directories: ModelDirectory) -> None:
-    largest = max(max(example.ids) for examples in (*work.tasks, work.documents) for example in examples)
-    for directory in directories:
-        if largest >= directory.arch.vocab_size:
-            raise UserError(
-                f"token ids must be below vocab_size: the suite has id {largest}, {directory.path} has "
-                f"{directory.arch.vocab_size} rows; the tokenizer is not this model's, copy the right one"
-            )
-
-
-def _score(directory: ModelDirectory, work: _Work, label: str) -> _Scores:
-    """Load, score with every ablation that applies, and forget the model."""
-    model = load_model(directory, dtype=work.dtype, device=work.device)
-    with tqdm(total=work.tokens, unit="tok", unit_scale=True, desc=f"score {label}") as bar:
-        options: dict[str, Any] = {"batch_size": work.batch_size, "progress": bar.update}
-        tasks = []
-        for task, examples in zip(work.suite.tasks, work.tasks, strict=True):
-            bar.set_postfix_str(task.name)
-            tasks.append(exact_matches(model, examples, _ablations(model, directory, work.seed), **options))
-        bar.set_postfix_str("held-out text")
-        alone = {layer_name(i): partial(bypassed, model, [i]) for i in directory.dsa_layers}
-        documents = document_scores(model, work.documents, _ablations(model, directory, work.seed) | alone, **options)
-    del model
-    gc.collect()
-    return _Scores(tasks, documents)
-
-
-def _ablations(model: "PreTrainedModel", directory: ModelDirectory, seed: int) -> dict[str, Ablation]:
-    """Fresh ones for each task, so that its scrambled score does not depend on which tasks came before."""
-    if not directory.dsa_layers:
-        return {}
-    generator = torch.Generator().manual_seed(seed)
-    return {BYPASSED: partial(bypassed, model), SCRAMBLED: partial(scrambled, model, generator)}
+def _check_fits(examples: list[list[Example]], directory: ModelDirectory) -> None:
+    every = [example.ids for part in examples for example in part]
+    largest, longest = max(map(max, every)), max(map(len, every))
+    if largest >= directory.arch.vocab_size:
+        raise UserError(
+            f"token ids must be below vocab_size: the suite has id {largest}, {directory.path} has "
+            f"{directory.arch.vocab_size} rows; the tokenizer is not this model's, copy the right one"
+        )
+    if longest > directory.arch.max_positions:
+        raise UserError(
+            f"rows must fit into max_position_embeddings, where lm-eval would cut them: the longest has {longest} tokens, "
+            f"{directory.path} takes {directory.arch.max_positions}; give shorter rows, or a smaller max_length"
+        )
 
 
 def _assemble(
     kind: str,
-    directories: tuple[ModelDirectory, ModelDirectory],
+    work: Work,
+    models: tuple[ModelDirectory, ModelDirectory | Endpoint],
     identities: list[str],
-    work: _Work,
-    base: _Scores,
-    model: _Scores,
+    base: Scores,
+    model: Scores,
 ) -> dict[str, Any]:
-    topk, layers = directories[1].index_topk, directories[1].dsa_layers
+    served = isinstance(models[1], Endpoint)
+    topk, layers = (None, ()) if served else (models[1].index_topk, models[1].dsa_layers)
 
     def beyond(examples: list[Example]) -> float | None:
         return None if topk is None else recovery.fraction_longer([len(example.ids) for example in examples], topk)
@@ -225,25 +201,30 @@ def _assemble(
     participation = None
     if layers:
         participation = recovery.participation_entry(model.documents, layers, beyond(work.documents))
+    not_measured = NOT_SHOWN if served and kind == recovery.UPCYCLE else ()
+    if served:
+        described = {"path": models[1].url, "sha256": None, "served_name": models[1].model}
+    else:
+        described = {"path": str(models[1].path), "sha256": identities[1]}
     return {
         "schema": recovery.SCHEMA,
         "kind": kind,
-        "base": {"path": str(directories[0].path), "sha256": identities[0]},
-        "model": {"path": str(directories[1].path), "sha256": identities[1]},
+        "base": {"path": str(models[0].path), "sha256": identities[0]},
+        "model": described,
         "tasks": tasks,
         "perplexity": recovery.perplexity_entry(base.documents, model.documents),
         "participation": participation,
-        "summary": recovery.summary_entry(tasks, participation),
+        "summary": recovery.summary_entry(tasks, participation, not_measured),
         "suite": {"name": work.suite.name, "rows": sum(map(len, work.tasks)), "index_topk": topk},
     }
 
 
 def _warnings(
     content: Mapping[str, Any],
-    directory: ModelDirectory,
+    directory: ModelDirectory | None,
     base_identity: str,
-    base: _Scores,
-    model: _Scores,
+    base: Scores,
+    model: Scores,
     dtype: torch.dtype,
     limit: int | None,
 ) -> list[str]:
@@ -251,7 +232,11 @@ def _warnings(
     found = []
     if limit is not None:
         found.append(f"only the first {limit} rows of each task and held-out documents were scored (--limit).")
-    if not directory.dsa_layers:
+    if model.documents is None:
+        found.append(
+            "the endpoint gives no log-probabilities of a prompt (echo with logprobs): perplexity is not measured."
+        )
+    if directory is None or not directory.dsa_layers:
         return found
     named = _base_in_manifest(directory.path)
     if named not in (None, base_identity):
@@ -283,10 +268,12 @@ def _base_in_manifest(export: Path) -> str | None:
 
 
 def _versions() -> dict[str, str]:
+    lm_eval = require_lm_eval()
     import transformers
 
     return {
         "megatron_patch": megatron_patch.__version__,
+        "lm_eval": lm_eval,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -50,7 +50,7 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
         UserError: no such model, damaged weights, or foreign code that is not trusted.
     """
     path = Path(path)
-    arch, config = read_architecture(path), read_config(path)
+    arch, config = read_architecture(path, export=True), read_config(path)
     SafetensorsDir(path)  # refuses missing and truncated shards
     if config["architectures"] != [ARCHITECTURE]:
         if config.get("dsa_layers"):
@@ -91,15 +91,12 @@ def load_model(
     """
     options: dict[str, Any] = {
         "dtype": dtype,
-        "attn_implementation": "sdpa",
+        **implementations(device),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # to be listed with the other faults below, which refuse the model
         "use_safetensors": True,
         "local_files_only": True,
     }
-    if torch.device(device).type == "cpu":
-        # sdpa is slow there with a mask and with MLA's value size, grouped experts are in fp32: 1.5 times as fast.
-        options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     model, info = _from_pretrained(directory, options)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         # A mismatched key comes with its two shapes.
@@ -123,6 +120,14 @@ def load_model(
                 "has no index_selector; export it again"
             )
     return model.eval().to(device)
+
+
+def implementations(device: torch.device | str) -> dict[str, str]:
+    """How transformers shall compute attention and experts on a device; it decides the last digits of a score."""
+    if torch.device(device).type == "cpu":
+        # sdpa is slow there with a mask and with MLA's value size, grouped experts are in fp32: 1.5 times as fast.
+        return {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return {"attn_implementation": "sdpa"}
 
 
 def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tuple["PreTrainedModel", dict[str, Any]]:

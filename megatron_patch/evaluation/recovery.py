@@ -4,7 +4,6 @@ A task counts towards the verdict when the base itself solves it: base > chance 
 that guesses would say nothing.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_patch.evaluation.ablations import BYPASSED, SCRAMBLED, WITH, layer_name
-from megatron_patch.evaluation.scores import DocumentScores
 from megatron_patch.evaluation.suite import Task
 from megatron_patch.statistics import mean, or_none, ratio
 
@@ -36,6 +34,23 @@ class TaskScores:
     base: Tensor
     model: dict[str, Tensor]
     beyond_topk: float | None
+
+
+@dataclass(frozen=True)
+class DocumentScores:
+    """Of the held-out documents, fp64 [n] on the CPU, in the order given.
+
+    Attributes:
+        nll: `WITH` and each ablation's name -> summed negative log-likelihood of the scored tokens, nats.
+        kl: each ablation's name -> summed KL(with || ablation) at the same positions, nats.
+        tokens: scored tokens.
+        perplexity: as `nll` -> lm-eval's figure per token.
+    """
+
+    nll: dict[str, Tensor]
+    kl: dict[str, Tensor]
+    tokens: Tensor
+    perplexity: dict[str, float]
 
 
 def task_entry(scores: TaskScores) -> dict[str, Any]:
@@ -73,22 +88,30 @@ def task_entry(scores: TaskScores) -> dict[str, Any]:
     return entry
 
 
-def perplexity_entry(base: DocumentScores, model: DocumentScores) -> dict[str, Any]:
-    """`perplexity`: exp of the mean loss per token over documents; `loss_difference` is model - base, paired."""
-    base_loss, model_loss = ratio(base.nll[WITH], base.tokens), ratio(model.nll[WITH], model.tokens)
-    difference = ratio(model.nll[WITH] - base.nll[WITH], base.tokens)
-    ablated = {name: math.exp(ratio(model.nll[name], model.tokens).value) for name in model.nll}
+def perplexity_entry(base: DocumentScores, model: DocumentScores | None) -> dict[str, Any]:
+    """`perplexity`: exp of the mean loss per token over documents; `loss_difference` is model - base, paired.
+
+    `model`: None where it was not measured; its figures are null then.
+    """
+    base_loss = ratio(base.nll[WITH], base.tokens)
+    model_loss = difference = None
+    perplexity: dict[str, float] = {}
+    if model is not None:
+        perplexity, model_loss = model.perplexity, ratio(model.nll[WITH], model.tokens)
+        difference = ratio(model.nll[WITH] - base.nll[WITH], base.tokens)
+    values = (base.perplexity[WITH], perplexity.get(WITH))
+    losses = (base_loss, model_loss)
     return {
-        "base": math.exp(base_loss.value),
-        "model": math.exp(model_loss.value),
+        "base": values[0],
+        "model": values[1],
         # d exp(x) = exp(x) dx
-        "stderr": [or_none(math.exp(loss.value) * loss.stderr) for loss in (base_loss, model_loss)],
-        "loss": [base_loss.value, model_loss.value],
-        "loss_stderr": [or_none(base_loss.stderr), or_none(model_loss.stderr)],
-        "loss_difference": difference.value,
-        "loss_difference_stderr": or_none(difference.stderr),
-        "bypassed": ablated.get(BYPASSED),
-        "scrambled_indices": ablated.get(SCRAMBLED),
+        "stderr": [loss and or_none(value * loss.stderr) for value, loss in zip(values, losses, strict=True)],
+        "loss": [loss and loss.value for loss in losses],
+        "loss_stderr": [loss and or_none(loss.stderr) for loss in losses],
+        "loss_difference": difference and difference.value,
+        "loss_difference_stderr": difference and or_none(difference.stderr),
+        "bypassed": perplexity.get(BYPASSED),
+        "scrambled_indices": perplexity.get(SCRAMBLED),
         "documents": len(base.tokens),
         "tokens": int(base.tokens.sum()),
     }
@@ -113,10 +136,17 @@ def bypassed_is_base(base: DocumentScores, model: DocumentScores) -> float:
     return float(((model.nll[BYPASSED] - base.nll[WITH]).abs() / base.tokens).max())
 
 
-def summary_entry(tasks: list[dict[str, Any]], participation: dict[str, Any] | None) -> dict[str, Any]:
+def summary_entry(
+    tasks: list[dict[str, Any]], participation: dict[str, Any] | None, not_measured: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """`summary`: pass needs a counted task, every counted ratio at the threshold or above, and DSA layers that take part.
 
     An upcycled model whose DSA layers do nothing has its base's scores, and proves nothing.
+
+    Args:
+        tasks: `task_entry` of each.
+        participation: `participation_entry`; None without DSA layers, or where it is not measured.
+        not_measured: what a verdict would need but a served model does not show.
     """
     ratios = {task["name"]: task["ratio"] for task in tasks if task["counted"]}
     reasons = [
@@ -139,6 +169,7 @@ def summary_entry(tasks: list[dict[str, Any]], participation: dict[str, Any] | N
         "counted_tasks": len(ratios),
         "participation_threshold": None if participation is None else PARTICIPATION_THRESHOLD,
         "reasons": reasons,
+        "not_measured": list(not_measured),
     }
 
 

@@ -45,17 +45,24 @@ def print_console(recovery: dict[str, Any]) -> None:
 def findings(recovery: dict[str, Any]) -> list[str]:
     """What the numbers mean, a sentence or two each."""
     summary, perplexity = recovery["summary"], recovery["perplexity"]
-    lines = [f"Verdict: {summary['verdict']}." + "".join(f" {reason}." for reason in summary["reasons"])]
+    scope = f" (scores alone; not measured: {', '.join(summary['not_measured'])})" if summary["not_measured"] else ""
+    lines = [f"Verdict: {summary['verdict']}{scope}." + "".join(f" {reason}." for reason in summary["reasons"])]
     if summary["counted_tasks"]:
         lines.append(
             f"Over {summary['counted_tasks']} counted tasks the model keeps at least {summary['min_ratio']:.3f} and on "
             f"average {summary['mean_ratio']:.3f} of the base's score (threshold {summary['threshold']})."
         )
-    lines.append(
-        f"Held-out perplexity: base {perplexity['base']:.3f}, model {perplexity['model']:.3f}. Loss, model minus base: "
-        f"{_signed(perplexity['loss_difference'], perplexity['loss_difference_stderr'])} nats per token (paired over "
-        f"{perplexity['documents']} documents, {perplexity['tokens']:,} tokens)."
-    )
+    size = f"{perplexity['documents']} documents, {perplexity['tokens']:,} tokens"
+    if perplexity["model"] is None:
+        lines.append(
+            f"Held-out perplexity: base {perplexity['base']:.3f} over {size}; of the model it was not measured."
+        )
+    else:
+        lines.append(
+            f"Held-out perplexity: base {perplexity['base']:.3f}, model {perplexity['model']:.3f}. Loss, model minus base: "
+            f"{_signed(perplexity['loss_difference'], perplexity['loss_difference_stderr'])} nats per token (paired over "
+            f"{size})."
+        )
     lines += _dsa_findings(recovery)
     return lines + [f"Warning: {warning}" for warning in recovery["warnings"]]
 
@@ -90,7 +97,7 @@ def markdown(recovery: dict[str, Any]) -> str:
         f"# Scores on suite {recovery['suite']['name']}: {recovery['summary']['verdict']}",
         "",
         f"- base: `{recovery['base']['path']}` (sha256 `{recovery['base']['sha256'][:16]}`)",
-        f"- model: `{recovery['model']['path']}` (sha256 `{recovery['model']['sha256'][:16]}`)",
+        f"- model: `{recovery['model']['path']}` ({_identity(recovery['model'])})",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|---|" + "---:|" * (len(_COLUMNS) - 1),
@@ -119,7 +126,17 @@ def markdown(recovery: dict[str, Any]) -> str:
             "recovery.json is the fraction of rows that are longer.",
         ]
     tasks = [f"- `{task['name']}`: {task['description']}" for task in recovery["tasks"] if task["description"]]
-    return "\n".join([*lines, *(["", "## Tasks", *tasks] if tasks else [])]) + "\n"
+    lines += ["", "## Tasks", *tasks] if tasks else []
+    lines += [
+        "",
+        "## The same with lm-eval's own command",
+        f"lm-eval {recovery['lm_eval']['version']} scored this. Its command line on the tasks in `lm_eval/` gives the same "
+        "figures, here for base and model:",
+        "```bash",
+        *recovery["lm_eval"]["commands"],
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def write_figure(recovery: dict[str, Any], path: Path) -> None:
@@ -147,7 +164,8 @@ def write_figure(recovery: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("exact match")
     axes.set_title(
         f"{recovery['suite']['name']}: {recovery['summary']['verdict']}; held-out perplexity "
-        f"{perplexity['base']:.2f} (base), {perplexity['model']:.2f} (model)"
+        f"{perplexity['base']:.2f} (base), "
+        + ("not measured (model)" if perplexity["model"] is None else f"{perplexity['model']:.2f} (model)")
     )
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, frameon=False, fontsize="small")
     figure.savefig(path, dpi=130)
@@ -159,6 +177,10 @@ def _errors(tasks: list[dict[str, Any]], key: str) -> list[float] | None:
         return None
     errors = [task["stderr"][key == "model"] for task in tasks]
     return [float("nan") if error is None else error for error in errors]
+
+
+def _identity(model: dict[str, Any]) -> str:
+    return f"served as {model['served_name']}" if model["sha256"] is None else f"sha256 `{model['sha256'][:16]}`"
 
 
 def _number(value: float | None) -> str:

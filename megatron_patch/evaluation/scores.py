@@ -1,163 +1,163 @@
-"""Scores from one teacher-forced forward pass per batch: exact answers, loss on documents, KL between ablations.
+"""lm-eval in this process: a loaded model, or a served one, on the tasks that `lm_eval_tasks.py` wrote.
 
 An answer counts when each of its tokens, the end token included, is the arg-max given the right tokens before it: that
-is so exactly when greedy decoding writes the answer and stops. Logits are computed at scored positions only, some at a
-time: with a vocabulary of 102,400 those of a whole batch would be gigabytes.
+is so exactly when greedy decoding writes the answer and stops.
 
-Shape letters: B rows of a batch, S tokens, D hidden size, P scored positions of a batch, V vocabulary.
+lm-eval is imported when it is first used: with its own requirements that takes seconds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_patch.errors import UserError
-from megatron_patch.evaluation.ablations import WITH, Ablation, fan_out
-from megatron_patch.evaluation.encode import Example
+from megatron_patch.evaluation.lm_eval_tasks import EXACT_MATCH, PERPLEXITY, LmEvalTasks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lm_eval.api.model import LM
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MiB in fp32
-PAD = 0  # any id: padding stands on the right, where no scored position sees it
-Progress = Callable[[int], object]
+FILTER = "none"  # lm-eval's name for "as the model gave it"
+SOFTMAX_DTYPE = "float32"  # whatever the weights are: in bf16 a document's loss would lose its third digit
 
 
 @dataclass(frozen=True)
-class DocumentScores:
-    """Per document, fp64 [n] on the CPU, in the order given.
+class HarnessScores:
+    """What lm-eval found; rows in the suite's order.
 
     Attributes:
-        nll: `WITH` and each ablation's name -> summed negative log-likelihood of the scored tokens, nats.
-        kl: each ablation's name -> summed KL(with || ablation) at the same positions, nats.
-        tokens: scored tokens.
+        tasks: fp64 [rows] of 0 and 1 of each task.
+        log_likelihood: fp64 [documents], nats; None where documents were not scored.
+        perplexity: lm-eval's own figure per token over the documents.
     """
 
-    nll: dict[str, Tensor]
-    kl: dict[str, Tensor]
-    tokens: Tensor
+    tasks: list[Tensor]
+    log_likelihood: Tensor | None
+    perplexity: float | None
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """index: [B] places of the rows among the examples; row, column: [P]; target: [P] ids at (row, column + 1)."""
-
-    index: Tensor
-    ids_BS: Tensor
-    mask_BS: Tensor
-    row: Tensor
-    column: Tensor
-    target: Tensor
-
-
-@torch.inference_mode()
-def exact_matches(
-    model: "PreTrainedModel",
-    examples: Sequence[Example],
-    ablations: Mapping[str, Ablation] | None = None,
-    *,
-    batch_size: int = 16,
-    progress: Progress | None = None,
-) -> dict[str, Tensor]:
-    """Whether greedy decoding gives each example's tokens from `start` on.
-
-    Args:
-        model: in evaluation mode.
-        examples: prompt and answer; the answer ends with the token at which decoding stops.
-        ablations: under which to score as well; see `fan_out`.
-        batch_size: rows per forward pass.
-        progress: called with the number of tokens done after each batch.
-
-    Returns:
-        `WITH` and each ablation's name -> fp64 [n] of 0 and 1, in the order of `examples`.
+def require_lm_eval() -> str:
+    """lm-eval's version.
 
     Raises:
-        UserError: a logit is not finite.
+        UserError: it, or what its `hf` and `local-completions` need beside it, is not installed.
     """
-    ablations = ablations or {}
-    correct = {name: torch.zeros(len(examples), dtype=torch.float64) for name in (WITH, *ablations)}
-    for batch in _batches(examples, batch_size, model.device):
-        wrong = {name: torch.zeros(len(batch.index), dtype=torch.int64, device=model.device) for name in correct}
-        hidden = fan_out(model, batch.ids_BS, batch.mask_BS, ablations)
-        for part, logits in _logits(model, hidden, batch):
-            for name, logits_PV in logits.items():
-                best, choice = logits_PV.max(-1)
-                _require_finite(best, name)
-                wrong[name].index_add_(0, batch.row[part], (choice != batch.target[part]).long())
-        for name, count in wrong.items():
-            correct[name][batch.index] = (count == 0).double().cpu()
-        if progress is not None:
-            progress(int(batch.mask_BS.sum()))
-    return correct
+    for name in ("lm_eval", "accelerate", "tenacity", "aiohttp", "requests"):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"evaluate scores through lm-eval: {name} is not installed; pip install lm_eval accelerate tenacity aiohttp "
+                "requests, in the versions of requirements/cpu.txt"
+            )
+    return importlib.metadata.version("lm_eval")
 
 
-@torch.inference_mode()
-def document_scores(
-    model: "PreTrainedModel",
-    examples: Sequence[Example],
-    ablations: Mapping[str, Ablation] | None = None,
-    *,
-    batch_size: int = 16,
-    progress: Progress | None = None,
-) -> DocumentScores:
-    """Negative log-likelihood of documents, and what each ablation changes in the predicted distributions.
+def wrap_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> "LM":
+    """lm-eval's `hf` around a model in memory, so that hooks and ablations on it stay."""
+    from lm_eval.models.huggingface import HFLM
 
-    Arguments and errors as in `exact_matches`.
+    with quiet():  # it warns of every argument that a loaded model makes needless
+        return HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=SOFTMAX_DTYPE)
+
+
+def score_exact(lm: "LM", tasks: LmEvalTasks, label: str) -> HarnessScores:
+    """The group `tasks.group`: exact answers and documents, by log-likelihoods.
+
+    Args:
+        lm: what `wrap_model` gave.
+        tasks: their directory.
+        label: stands before the progress bar.
+
+    Raises:
+        UserError: a log-likelihood is not finite, or memory ran out.
     """
-    ablations = ablations or {}
-    nll = {name: torch.zeros(len(examples), dtype=torch.float64) for name in (WITH, *ablations)}
-    kl = {name: torch.zeros(len(examples), dtype=torch.float64) for name in ablations}
-    for batch in _batches(examples, batch_size, model.device):
-        document = batch.index[batch.row.cpu()]  # [P] the example each position belongs to
-        hidden = fan_out(model, batch.ids_BS, batch.mask_BS, ablations)
-        for part, logits in _logits(model, hidden, batch):
-            log_p = {name: logits_PV.log_softmax(-1) for name, logits_PV in logits.items()}
-            p_PV = log_p[WITH].exp()
-            for name, log_p_PV in log_p.items():
-                loss = -log_p_PV.gather(-1, batch.target[part, None]).squeeze(-1)
-                _require_finite(loss, name)
-                nll[name].index_add_(0, document[part], loss.double().cpu())
-                if name in kl:
-                    divergence = (p_PV * (log_p[WITH] - log_p_PV)).sum(-1, dtype=torch.float64)
-                    kl[name].index_add_(0, document[part], divergence.cpu())
-        if progress is not None:
-            progress(int(batch.mask_BS.sum()))
-    tokens = torch.tensor([len(example.ids) - example.start for example in examples], dtype=torch.float64)
-    return DocumentScores(nll, kl, tokens)
-
-
-def _batches(examples: Sequence[Example], batch_size: int, device: torch.device) -> Iterator[_Batch]:
-    """Batches of similar length, the longest first: little padding, and a lack of memory shows at once."""
-    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].ids))
-    for begin in range(0, len(order), batch_size):
-        index = order[begin : begin + batch_size]
-        rows = [examples[i] for i in index]
-        longest = len(rows[0].ids)
-        ids = torch.tensor([[*row.ids, *[PAD] * (longest - len(row.ids))] for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row.ids) + [0] * (longest - len(row.ids)) for row in rows], device=device)
-        places = [(b, s) for b, row in enumerate(rows) for s in range(row.start - 1, len(row.ids) - 1)]
-        row, column = torch.tensor(places, device=device).unbind(1)
-        yield _Batch(torch.tensor(index), ids, mask, row, column, ids[row, column + 1])
-
-
-def _logits(
-    model: "PreTrainedModel", hidden: Mapping[str, Tensor], batch: _Batch
-) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Logits at the scored positions, fp32, in parts that fit: (which of the P positions, name -> [part, V])."""
-    head = model.get_output_embeddings()
-    size = max(1, LOGITS_AT_ONCE // (head.weight.shape[0] * len(hidden)))
-    for begin in range(0, len(batch.row), size):
-        part = slice(begin, begin + size)
-        yield part, {name: head(h[batch.row[part], batch.column[part]]).float() for name, h in hidden.items()}
-
-
-def _require_finite(values: Tensor, name: str) -> None:
-    if not bool(values.isfinite().all()):
-        scored = "the model" if name == WITH else f"the model ({name})"
+    with _progress(lm, label):
+        found = _evaluate(lm, tasks, tasks.group)
+    values = {name: _log_likelihoods(found, name) for name in (*tasks.exact, tasks.documents)}
+    broken = sum(int((~each.isfinite()).sum()) for each in values.values())
+    if broken:  # arg-max over NaN would score as a wrong answer, in silence
         raise UserError(
-            f"logits must be finite: {scored} gives {int((~values.isfinite()).sum())} values that are not; its weights "
-            "hold NaN or too large values, check it with `dsa-upcycle check`, or give --dtype float32"
+            f"logits must be finite: {label} gives {broken} of {sum(map(len, values.values()))} log-likelihoods that are "
+            "not; its weights hold NaN or too large values, check it with `dsa-upcycle check`, or give --dtype float32"
         )
+    return HarnessScores(_matches(found, tasks.exact), values[tasks.documents], _perplexity(found, tasks))
+
+
+def score_generated(lm: "LM", tasks: LmEvalTasks) -> HarnessScores:
+    """The group of `generate_until` tasks: exact answers as text; no documents."""
+    return HarnessScores(_matches(_evaluate(lm, tasks, f"{tasks.group}_generate"), tasks.generated), None, None)
+
+
+def score_documents(lm: "LM", tasks: LmEvalTasks) -> HarnessScores:
+    """The documents alone."""
+    found = _evaluate(lm, tasks, tasks.documents)
+    return HarnessScores([], _log_likelihoods(found, tasks.documents), _perplexity(found, tasks))
+
+
+def _evaluate(lm: "LM", tasks: LmEvalTasks, name: str) -> dict[str, Any]:
+    """What the command line does with `--tasks NAME --include_path DIRECTORY`, less its own standard errors."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        manager = TaskManager(include_path=str(tasks.directory), include_defaults=False)
+        try:
+            return evaluate(lm, manager.load([name]), bootstrap_iters=0, log_samples=True)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"logits of a whole batch must fit in memory, rows x tokens x vocabulary in fp32: {error}; give a "
+                "smaller --batch-size"
+            ) from None
+
+
+def _samples(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return sorted(found["samples"][name], key=lambda row: row["doc_id"])
+
+
+def _matches(found: dict[str, Any], names: Sequence[str]) -> list[Tensor]:
+    return [torch.tensor([row[EXACT_MATCH] for row in _samples(found, name)]).double() for name in names]
+
+
+def _log_likelihoods(found: dict[str, Any], name: str) -> Tensor:
+    return torch.tensor([row["filtered_resps"][0][0] for row in _samples(found, name)]).double()
+
+
+def _perplexity(found: dict[str, Any], tasks: LmEvalTasks) -> float:
+    return float(found["results"][tasks.documents][f"{PERPLEXITY},{FILTER}"])
+
+
+@contextmanager
+def _progress(lm: "LM", label: str) -> Iterator[None]:
+    """One bar over the positions that the model computes, in place of lm-eval's bars for each step of each task."""
+    with tqdm(unit="tok", unit_scale=True, desc=f"score {label}", file=sys.stderr) as bar:
+
+        def count(_module: Any, _inputs: Any, output: Any) -> None:
+            bar.update(output.logits[..., 0].numel())
+
+        hook = lm.model.register_forward_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval logs, and draws on stderr, what its command line's users want to see; here its warnings would alarm."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)

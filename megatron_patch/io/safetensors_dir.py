@@ -3,7 +3,6 @@
 Only safetensors are ever read: a pickled `pytorch_model.bin` may run code when it is opened.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -115,11 +115,11 @@ class SafetensorsDir:
 
     def _read_index(self, index: Path) -> dict[str, str]:
         try:
-            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_object_without_duplicates)
+            content = read_json(index)
             weight_map, metadata = content["weight_map"], content.get("metadata", {})
             if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
                 raise TypeError("weight_map must be a filled object, metadata an object")
-        except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(f"an index maps tensors to files: {index}: {detail}; download or copy it again") from None
         for name, file in weight_map.items():
@@ -175,15 +175,6 @@ class SafetensorsDir:
 
 def _is_plain_name(file: str) -> bool:
     return file.endswith(".safetensors") and not any(c in file for c in "/\\\0") and not file.startswith(".")
-
-
-def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{twice} stands twice")
-    return result
 
 
 def _nothing_to_read(path: Path) -> str:

@@ -4,12 +4,12 @@ Every feature that changes a result is either represented here or refused: a key
 conversion goes wrong (YaRN's `mscale_all_dim` alone moves logits by 3).
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import read_json
 
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV2DsaForCausalLM")
 
@@ -132,13 +132,13 @@ def read_config(path: str | Path) -> dict:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except FileNotFoundError:
         raise UserError(
             f"a model is a Hugging Face directory with a config.json: {str(path)!r} has none; "
             "give the directory that holds config.json and the safetensors files"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"config.json must be JSON: {file}: {error}; fetch the file again") from None
     if not isinstance(config, dict):
         raise UserError(
@@ -147,16 +147,23 @@ def read_config(path: str | Path) -> dict:
     return config
 
 
-def read_architecture(path: str | Path) -> Architecture:
+def read_architecture(path: str | Path, *, export: bool = False) -> Architecture:
     """Read and check the base's architecture.
 
     Args:
         path: a Hugging Face directory, or a `config.json`.
+        export: also accept a model with DSA layers, which then count as layers.
 
     Raises:
         UserError: not a DeepSeek-V2-Lite-shaped model, or a feature that this code does not implement.
     """
-    return architecture_from_config(read_config(path), where=str(path))
+    config = read_config(path)
+    if config.get("dsa_layers") and not export:
+        raise UserError(
+            f"the base must be the model without DSA layers: {str(path)!r} has dsa_layers {config['dsa_layers']}; give "
+            "the base that it was made from (to train an export on, add it as --pretrained-checkpoint)"
+        )
+    return architecture_from_config(config, where=str(path))
 
 
 def architecture_from_config(config: dict, where: str = "config.json") -> Architecture:
@@ -176,11 +183,22 @@ def architecture_from_config(config: dict, where: str = "config.json") -> Archit
         raise UserError(f"config.json must name the sizes of the model: {where} lacks {missing}; fetch the file again")
     values = {field: config[key] for field, key in _REQUIRED.items()}
     for field, value in values.items():
-        integral = field != "norm_eps"
-        if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)) or value < 0:
+        if field == "norm_eps":
+            continue  # one of _FIXED
+        least = 0 if field == "first_dense_layers" else 1
+        if type(value) is not int or value < least:
             raise UserError(
-                f"{_REQUIRED[field]} must be a non-negative number: {where} has {value!r}; fetch the file again"
+                f"{_REQUIRED[field]} must be a whole number of {least} or more: {where} has {value!r}; fetch the file again"
             )
+    if values["experts_per_token"] > values["num_experts"]:
+        raise UserError(
+            f"num_experts_per_tok must not exceed n_routed_experts: {where} has {values['experts_per_token']} and "
+            f"{values['num_experts']}; fetch the file again"
+        )
+    if values["qk_rope_head_dim"] % 2:
+        raise UserError(
+            f"qk_rope_head_dim must be even, RoPE turns pairs: {where} has {values['qk_rope_head_dim']}; fetch the file again"
+        )
     if config.get("num_key_value_heads", values["num_heads"]) != values["num_heads"]:
         raise UserError(
             f"num_key_value_heads must equal num_attention_heads in MLA: {where} has "
@@ -189,37 +207,64 @@ def architecture_from_config(config: dict, where: str = "config.json") -> Archit
     return Architecture(
         **values,
         rope=_read_rope(config, where),
-        routed_scaling=float(config.get("routed_scaling_factor", 1.0)),
-        init_std=float(config.get("initializer_range", 0.02)),
+        routed_scaling=_number(config, "routed_scaling_factor", where, 1.0),
+        init_std=_number(config, "initializer_range", where, 0.02),
     )
+
+
+_ROPE_KEYS = {"type", "rope_type", "rope_theta"}
+_YARN_KEYS = _ROPE_KEYS | {
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+}  # fmt: skip
 
 
 def _read_rope(config: dict, where: str) -> Rope:
     """Both forms: legacy `rope_scaling` + `rope_theta` (published), and `rope_parameters` (transformers 5)."""
-    legacy, current = config.get("rope_scaling"), config.get("rope_parameters")
-    scaling = current if current is not None else legacy or {}
-    if not isinstance(scaling, dict):
-        raise UserError(f"rope_scaling must be an object: {where} has {scaling!r}; fetch the file again")
-    if legacy and current and any(k in current and current[k] != v for k, v in legacy.items() if k != "type"):
+    forms = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, value in forms.items():
+        if not isinstance(value, dict):
+            raise UserError(f"{key} must be an object: {where} has {value!r}; fetch the file again")
+    ropes = {_rope_of_form(form, config, where) for form in forms.values() or [{}]}
+    if len(ropes) > 1:
         raise UserError(f"rope_scaling and rope_parameters must agree: {where} has both and they differ; remove one")
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
+    return ropes.pop()
+
+
+def _rope_of_form(form: dict, config: dict, where: str) -> Rope:
+    thetas = [holder for holder in (form, config) if holder.get("rope_theta") is not None]
+    if not thetas:
         raise UserError(f'rope_theta must be given: {where} has none; add V2-Lite\'s "rope_theta": 10000')
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return Rope(theta=float(theta))
-    if kind != "yarn":
-        raise UserError(f"rope type must be 'default' or 'yarn': {where} has {kind!r}; others are not implemented")
-    try:
-        return Rope(
-            theta=float(theta),
-            kind="yarn",
-            factor=float(scaling["factor"]),
-            original_max_positions=int(scaling["original_max_position_embeddings"]),
-            beta_fast=float(scaling.get("beta_fast", 32)),
-            beta_slow=float(scaling.get("beta_slow", 1)),
-            mscale=float(scaling.get("mscale", 1.0)),
-            mscale_all_dim=float(scaling.get("mscale_all_dim", 0.0)),
-        )
-    except KeyError as error:
-        raise UserError(f"YaRN needs {error.args[0]}: {where} lacks it; fetch the file again") from None
+    theta = _number(thetas[0], "rope_theta", where, positive=True)
+    if thetas[-1]["rope_theta"] != theta:
+        raise UserError(f"rope_theta must be one: {where} has {theta:g} and {thetas[-1]['rope_theta']!r}; remove one")
+    kinds = {form[key] for key in ("type", "rope_type") if isinstance(form.get(key), str)} or {"default"}
+    if len(kinds) > 1 or not kinds <= {"default", "yarn"}:
+        shown = " and ".join(map(repr, sorted(kinds)))
+        raise UserError(f"rope type must be 'default' or 'yarn': {where} has {shown}; others are not implemented")
+    yarn = "yarn" in kinds
+    unknown = sorted(k for k in form.keys() - (_YARN_KEYS if yarn else _ROPE_KEYS) if form[k] is not None)
+    if unknown:
+        raise UserError(f"every key of RoPE must be known: {where} has {unknown} beside {kinds.pop()!r}; not implemented")
+    if not yarn:
+        return Rope(theta=theta)
+    for key in ("factor", "original_max_position_embeddings"):
+        if form.get(key) is None:
+            raise UserError(f"YaRN needs {key}: {where} lacks it; fetch the file again")
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=_number(form, "factor", where, positive=True),
+        original_max_positions=int(_number(form, "original_max_position_embeddings", where, positive=True)),
+        beta_fast=_number(form, "beta_fast", where, 32.0),
+        beta_slow=_number(form, "beta_slow", where, 1.0),
+        mscale=_number(form, "mscale", where, 1.0),
+        mscale_all_dim=_number(form, "mscale_all_dim", where, 0.0),
+    )
+
+
+def _number(holder: dict, key: str, where: str, default: float | None = None, *, positive: bool = False) -> float:
+    value = holder.get(key, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (positive and not value):
+        least = "above 0" if positive else "of 0 or more"
+        raise UserError(f"{key} must be a number {least}: {where} has {value!r}; fetch the file again")
+    return float(value)

@@ -55,6 +55,8 @@ def run(
     for name, value in (("--seq-length", seq_length), ("--micro-batch-size", micro_batch_size)):
         if value < 1:
             raise UserError(f"{name} must be positive: {value}; give 1 or more")
+    if device_memory_gb is not None and not 0 < device_memory_gb < float("inf"):
+        raise UserError(f"--device-memory-gb must be positive: {device_memory_gb}; give the device's memory, e.g. 64")
     arch = read_architecture(base)
     dsa, parallel = dsa or DsaSettings(), parallel or PlanParallel()
     pattern = parse_layer_pattern(layer_pattern) if layer_pattern else appended_pattern(arch.num_layers, dsa_layers)

@@ -1,19 +1,29 @@
 """From the data flags to endless micro-batches and a fixed held-out set."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
+from torch.utils.data import Dataset
 
 from megatron_patch.config import PRETRAIN, SFT, TrainSettings
 from megatron_patch.data.batch import PackedBatch
 from megatron_patch.data.pretrain_dataset import build_pretrain_datasets
 from megatron_patch.data.sampler import MicroBatches, evaluation_micro_batches, load_batches
-from megatron_patch.data.sft_dataset import build_sft_datasets
+from megatron_patch.data.sft_dataset import build_sft_datasets, sample_lengths
 from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DESCRIBED = 16  # micro-batches that the start-up line is measured on
 
 
 @dataclass
@@ -25,7 +35,7 @@ class RunData:
 
 
 def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_samples: int) -> RunData:
-    """Open, check and sample the data of a run. All ranks call it.
+    """Open, check and sample the data of a run, and print how they are packed. All ranks call it.
 
     Args:
         settings: of the run.
@@ -36,38 +46,11 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
     Raises:
         UserError: the data do not fit the base's tokenizer, the split or the lengths.
     """
-    steps, data = settings.steps, settings.data
+    steps, data, cache = settings.steps, settings.data, settings.output.save / "index_cache"
     evaluates = steps.eval_interval > 0
     with ranks.agreement():
         tokenizer = load_tokenizer(settings.model.base_model, trust_remote_code=settings.model.trust_remote_code)
-    cut_after = None
-    if kind == PRETRAIN:
-        cut_after = tokenizer.eos_token_id if data.isolate_documents else None
-        train, valid = build_pretrain_datasets(
-            data_path=data.data_path,
-            valid_data_path=data.valid_data_path,
-            split=data.split,
-            seq_length=data.seq_length,
-            train_samples=steps.train_iters * steps.global_batch_size,
-            valid_samples=steps.eval_iters * steps.global_batch_size if evaluates else 0,
-            seed=steps.seed,
-            cache_dir=settings.output.save / "index_cache",
-            eos_id=tokenizer.eos_token_id,
-            pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            vocab_size=vocab_size,
-            tokenizer_sha256=tokenizer_sha256(tokenizer),
-            together=ranks.agreement,
-        )
-    else:
-        with ranks.agreement():
-            train, valid = build_sft_datasets(
-                data_path=_one_folder(data.data_path, "--data-path"),
-                valid_data_path=_one_folder(data.valid_data_path, "--valid-data-path") if data.valid_data_path else None,
-                split=data.split,
-                seq_length=data.seq_length,
-                tokenizer_sha256=tokenizer_sha256(tokenizer),
-                template_sha256=template_sha256(tokenizer),
-            )
+    cut_after = tokenizer.eos_token_id if kind == PRETRAIN and data.isolate_documents else None
     sizes = dict(
         micro_batch_size=steps.micro_batch_size,
         global_batch_size=steps.global_batch_size,
@@ -75,18 +58,90 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
     heldout: list[PackedBatch] = []
-    with ranks.agreement():
-        order = MicroBatches(
-            len(train), **sizes, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
-        )
-        if evaluates:
-            if valid is None:
-                raise UserError(
-                    f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
-                )
-            numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
-            heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+    with _removed_on_error(cache):
+        train, valid = _datasets(settings, kind, tokenizer, vocab_size, cache)
+        with ranks.agreement():
+            order = MicroBatches(
+                len(train), **sizes, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
+            )
+            first = list(load_batches(train, islice(order, DESCRIBED), cut_after=cut_after))
+            if evaluates:
+                if valid is None:
+                    raise UserError(
+                        f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
+                    )
+                numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
+                heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+    if ranks.is_main():
+        print(describe_packing(kind, train, first), flush=True)
     return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout)
+
+
+def _datasets(
+    settings: TrainSettings, kind: str, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, cache: Path
+) -> tuple[Dataset, Dataset | None]:
+    """(training rows, held-out rows or None)."""
+    steps, data = settings.steps, settings.data
+    common = dict(
+        split=data.split,
+        seq_length=data.seq_length,
+        vocab_size=vocab_size,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+    )
+    if kind == SFT:
+        with ranks.agreement():
+            return build_sft_datasets(
+                data_path=_one_folder(data.data_path, "--data-path"),
+                valid_data_path=_one_folder(data.valid_data_path, "--valid-data-path") if data.valid_data_path else None,
+                template_sha256=template_sha256(tokenizer),
+                **common,
+            )
+    return build_pretrain_datasets(
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        train_samples=steps.train_iters * steps.global_batch_size,
+        valid_samples=steps.eval_iters * steps.global_batch_size if steps.eval_interval > 0 else 0,
+        seed=steps.seed,
+        cache_dir=cache,
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        together=ranks.agreement,
+        **common,
+    )
+
+
+@contextmanager
+def _removed_on_error(cache: Path) -> Iterator[None]:
+    """A --save directory that was empty is empty again, and can be given once more, after data that are refused."""
+    there = cache.exists()
+    try:
+        yield
+    except BaseException:
+        if not there and ranks.is_main():
+            shutil.rmtree(cache, ignore_errors=True)
+        raise
+
+
+def describe_packing(kind: str, train: Any, first: Sequence[PackedBatch]) -> str:
+    """One line: what a sample is, and what the run's first micro-batches hold, padding included.
+
+    Args:
+        kind: "pretrain" or "sft".
+        train: the training rows.
+        first: some micro-batches as the step will see them.
+    """
+    if kind == SFT:
+        lengths = sample_lengths(train)
+        rows = f"{len(train):,} samples of {lengths.min():,} to {lengths.max():,} tokens (mean {lengths.mean():,.0f})"
+    else:
+        rows = f"{len(train):,} rows of {len(train[0].tokens):,} tokens"
+    tokens = [len(batch.tokens) for batch in first]
+    documents = sum(int(batch.valid[batch.cu_seqlens[:-1].long()].sum()) for batch in first) / len(first)
+    padding = 1 - sum(int(batch.valid.sum()) for batch in first) / sum(tokens)
+    return (
+        f"{kind}: {rows}, laid end to end: {documents:,.1f} documents and {sum(tokens) / len(first):,.0f} tokens a "
+        f"micro-batch, {f'{padding:.1%} of them' if padding else 'no'} padding"
+    )
 
 
 def _one_folder(paths: tuple[str, ...], flag: str) -> Path:

@@ -3,10 +3,13 @@
 import json
 import math
 import secrets
+import sys
 from pathlib import Path
 
 from megatron_patch.config import OutputSettings
+from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_text
+from megatron_patch.io.strict_json import parse_json
 
 METRICS, PLOT, WANDB_ID = "metrics.jsonl", "loss.png", "wandb_run_id"
 # One row of metrics.jsonl, as interface fixes it; a value that a kind does not have is null.
@@ -28,9 +31,27 @@ FIELDS = (
 
 
 def read_metrics(save: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; none if there is no such file."""
+    """The rows of a run's metrics.jsonl; none if there is no such file.
+
+    A last line that is not whole (the machine failed while it was written) is left out with a note.
+
+    Raises:
+        UserError: another line is no row.
+    """
     file = save / METRICS
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line.decode("utf-8"))
+            _ = row["iteration"] + 0
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise UserError(f"{file}:{number}: no row of metrics ({error}); remove the line") from None
+            print(f"note: {file}:{number} is not whole and is left out", file=sys.stderr)
+        else:
+            rows.append(row)
+    return rows
 
 
 class MetricsWriter:

@@ -1,6 +1,7 @@
 """Text to token files: every document whole, every row accounted for, nothing half-written."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -59,6 +60,19 @@ def test_token_ids_above_16_bits_survive(tmp_path, deepseek_tokenizer):
     pretrain([write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])], deepseek_tokenizer, tmp_path / "P")
     assert documents(tmp_path / "P") == [[100000, 87, 100001]]
     assert IndexedDataset(str(tmp_path / "P")).index.dtype == np.int32
+
+
+def test_ids_with_gaps_are_not_counted_short(tmp_path, tiny_tokenizer):
+    """259 tokens, but the last id is 100,001: a 16-bit file would wrap it."""
+    gapped = shutil.copytree(tiny_tokenizer, tmp_path / "gapped")
+    saved = json.loads((gapped / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["<eos>"] = 100_001
+    for token in saved["added_tokens"]:
+        token["id"] = 100_001 if token["content"] == "<eos>" else token["id"]
+    (gapped / "tokenizer.json").write_text(json.dumps(saved))
+    report = pretrain([write_jsonl(tmp_path / "in.jsonl", [{"text": "a"}])], gapped, tmp_path / "P")
+    assert documents(tmp_path / "P") == [[1, 67, 100_001]]
+    assert (report["vocab_size"], report["eos_id"]) == (100_002, 100_001)
 
 
 def test_dropped_rows_are_counted_and_strict_stops_at_them(tmp_path, tiny_tokenizer, capsys):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_patch.evaluation.evaluate import run
 from megatron_patch.evaluation.loading import inspect_directory, load_model
-from tests.evaluation.models import make_fake_export, write_suite
+from tests.evaluation.models import make_fake_export, make_talking_base, write_suite, write_talking_suite
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +35,21 @@ def zeroed_model(zeroed_export):
 @pytest.fixture(scope="session")
 def export_model(export):
     return load_model(inspect_directory(export))
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory):
+    """A base, an export and a suite in which both are right in some rows: (base, export, suite)."""
+    path = tmp_path_factory.mktemp("talking")
+    base = make_talking_base(path / "base")
+    export = make_fake_export(path / "export", base, zeroed=False)
+    return base, export, write_talking_suite(path / "suite", export)
+
+
+@pytest.fixture(scope="session")
+def talking_evaluation(talking, tmp_path_factory):
+    """The output directory of `evaluate` on them."""
+    output = tmp_path_factory.mktemp("talking_evaluation") / "out"
+    base, export, suite = talking
+    assert run(base, export, suite, output, device="cpu") == 0
+    return output

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from megatron_patch.evaluation import ablations
-from megatron_patch.evaluation.ablations import bypassed, dsa_layers, fan_out, layer_name, scrambled
+from megatron_patch.evaluation.ablations import (
+    bypassed,
+    dsa_layers,
+    fan_out,
+    layer_name,
+    recorded_trunk,
+    replayed_trunk,
+    scrambled,
+)
 from tests.evaluation.models import DSA
 
 
@@ -123,6 +131,35 @@ def test_fan_out_equals_separate_passes(request, name, batch):
             assert torch.equal(together[key], hidden), key
     assert all("forward" not in layer.__dict__ for layer in model.base_model.layers)
     assert not model.base_model.layers[0]._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["export_model", "base_model"])
+def test_a_replayed_trunk_equals_separate_passes(request, name, batch):
+    """What lm-eval's later passes skip must not change a bit, batch after batch."""
+    model = request.getfixturevalue(name)
+    batches = [batch[0], batch[0][:2, :20]]
+    with recorded_trunk(model) as trunk:
+        for ids in batches:
+            _logits(model, ids)
+    assert len(trunk) == (2 if dsa_layers(model) else 0)
+
+    def passes():
+        with scrambled(model, torch.Generator().manual_seed(5)):
+            return [_logits(model, ids) for ids in batches]
+
+    expected = passes()
+    with replayed_trunk(model, trunk):
+        assert all(torch.equal(a, b) for a, b in zip(passes(), expected, strict=True))
+    assert all("forward" not in layer.__dict__ for layer in model.base_model.layers)
+
+
+def test_a_replayed_trunk_needs_the_same_batches(export_model, batch):
+    with recorded_trunk(export_model) as trunk:
+        _logits(export_model, batch[0])
+    with pytest.raises(AssertionError, match="another batch"), replayed_trunk(export_model, trunk):
+        _logits(export_model, batch[0][:, :20])
+    with pytest.raises(AssertionError, match="fewer batches"), replayed_trunk(export_model, trunk):
+        pass
 
 
 def test_an_error_inside_leaves_the_model_as_it_was(export_model, batch):

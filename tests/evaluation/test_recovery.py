@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_patch.evaluation.recovery import (
+    DocumentScores,
     TaskScores,
     bypassed_is_base,
     fraction_longer,
@@ -14,7 +15,6 @@ from megatron_patch.evaluation.recovery import (
     summary_entry,
     task_entry,
 )
-from megatron_patch.evaluation.scores import DocumentScores
 from megatron_patch.evaluation.suite import Row, Task
 
 
@@ -73,14 +73,15 @@ def test_without_dsa_layers_there_are_no_ablations():
 
 def _documents():
     tokens = torch.tensor([10.0, 30.0])
-    base = DocumentScores({"model": torch.tensor([20.0, 60.0])}, {}, tokens)
+    base = DocumentScores({"model": torch.tensor([20.0, 60.0])}, {}, tokens, {"model": math.exp(2.0)})
     nll = {
         "model": torch.tensor([15.0, 45.0]),
         "bypassed": torch.tensor([20.0, 63.0]),
         "scrambled": torch.tensor([18.0, 54.0]),
     }
     kl = {"bypassed": [2.0, 6.0], "scrambled": [1.0, 3.0], "bypassed 4": [0.4, 1.2], "bypassed 3": [0.8, 2.4]}
-    return base, DocumentScores(nll, {name: torch.tensor(values) for name, values in kl.items()}, tokens)
+    perplexity = {name: float(torch.exp(values.sum() / tokens.sum())) for name, values in nll.items()}
+    return base, DocumentScores(nll, {name: torch.tensor(values) for name, values in kl.items()}, tokens, perplexity)
 
 
 def test_perplexity_and_participation_are_means_over_tokens():
@@ -94,6 +95,14 @@ def test_perplexity_and_participation_are_means_over_tokens():
     assert part["kl_nats"] == pytest.approx(0.2) and part["scrambled_kl_nats"] == pytest.approx(0.1)
     assert part["per_layer"] == [pytest.approx(0.08), pytest.approx(0.04)]  # in the order of `layers`
     assert part["tokens"] == 40
+
+
+def test_perplexity_that_was_not_measured_is_null():
+    entry = perplexity_entry(_documents()[0], None)
+    assert entry["base"] == pytest.approx(math.exp(2.0)) and entry["loss"][0] == pytest.approx(2.0)
+    for key in ("model", "loss_difference", "loss_difference_stderr", "bypassed", "scrambled_indices"):
+        assert entry[key] is None
+    assert [entry[key][1] for key in ("stderr", "loss", "loss_stderr")] == [None, None, None]
 
 
 def test_a_base_part_that_is_not_the_base_shows():
@@ -120,6 +129,8 @@ def test_verdict(ratios, kl, verdict, reason):
     summary = summary_entry(tasks, None if kl is None else {"kl_nats": kl})
     assert summary["verdict"] == verdict
     assert any(reason in text for text in summary["reasons"]) if reason else summary["reasons"] == []
+    assert summary["not_measured"] == []
+    assert summary_entry(tasks, None, ("participation",))["not_measured"] == ["participation"]
     counted = [value for value in ratios if value is not None]
     assert summary["min_ratio"] == (min(counted) if counted else None)
     assert summary["mean_ratio"] == (pytest.approx(sum(counted) / len(counted)) if counted else None)

@@ -1,103 +1,115 @@
-"""Scores against independent computations: real greedy decoding, and the loss of one document at a time."""
+"""lm-eval's scores against independent computations: real greedy decoding, and the loss of one document at a time."""
 
-from functools import partial
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_patch.data.tokenizer import load_tokenizer
 from megatron_patch.errors import UserError
-from megatron_patch.evaluation import scores
-from megatron_patch.evaluation.ablations import BYPASSED, SCRAMBLED, WITH, bypassed, scrambled
-from megatron_patch.evaluation.encode import Example
-from megatron_patch.evaluation.scores import document_scores, exact_matches
+from megatron_patch.evaluation.encode import encode_documents, encode_rows
+from megatron_patch.evaluation.lm_eval_tasks import write_lm_eval_tasks
+from megatron_patch.evaluation.loading import inspect_directory, load_model
+from megatron_patch.evaluation.scores import (
+    require_lm_eval,
+    score_documents,
+    score_exact,
+    score_generated,
+    wrap_model,
+)
+from megatron_patch.evaluation.suite import read_suite
+from tests.evaluation.models import written_answers
 
 
-@pytest.fixture(scope="module")
-def documents():
-    generator = torch.Generator().manual_seed(11)
-    return [Example(torch.randint(3, 320, (n,), generator=generator).tolist(), 1) for n in (2, 31, 17, 40, 9, 23, 40)]
+@pytest.fixture(scope="module", params=["base", "export"])
+def scored(request, talking, tmp_path_factory):
+    """(directory, model, tokenizer, suite, documents, task files, lm-eval's scores) of either model."""
+    directory = talking[0] if request.param == "base" else talking[1]
+    suite, tokenizer = read_suite(talking[2]), load_tokenizer(directory)
+    tasks = [encode_rows(tokenizer, task.rows) for task in suite.tasks]
+    documents = encode_documents(tokenizer, suite.held_out)
+    files = write_lm_eval_tasks(tmp_path_factory.mktemp("tasks"), suite, tasks, documents, tokenizer.eos_token)
+    model = load_model(inspect_directory(directory))
+    lm = wrap_model(model, tokenizer, 5)
+    return directory, model, lm, suite, documents, files, score_exact(lm, files, "it")
 
 
-@pytest.mark.parametrize("name", ["base_model", "export_model"])
-def test_exact_match_is_what_greedy_decoding_writes(request, name):
-    model = request.getfixturevalue(name)
-    model.generation_config.eos_token_id = None  # the comparison is by tokens: nothing may stop it early
-    generator, examples, expected = torch.Generator().manual_seed(7), [], []
-    for number in range(12):
-        prompt = torch.randint(3, 320, (1, 5 + 2 * number), generator=generator)
-        ids = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, pad_token_id=0
-        )
-        written = ids[0].tolist()
-        if wrong := number % 3:  # spoil the last token of every third row, the first answer token of every other third
-            place = -1 if wrong == 1 else prompt.shape[1]
-            written[place] = (written[place] + 1) % 320
-        examples.append(Example(written, prompt.shape[1]))
-        expected.append(float(not wrong))
-    got = exact_matches(model, examples, batch_size=5)
-    assert got[WITH].tolist() == expected
+def test_exact_match_is_what_greedy_decoding_writes(scored):
+    directory, _, _, suite, *_, scores = scored
+    for task, got in zip(suite.tasks, scores.tasks, strict=True):
+        written = written_answers(directory, [row.messages[0]["content"] for row in task.rows])
+        expected = [float(written.get(row.messages[0]["content"]) == row.answer) for row in task.rows]
+        assert got.tolist() == expected
+    assert {0.0, 1.0} <= set(torch.cat(scores.tasks).tolist())
 
 
-@pytest.mark.parametrize("name", ["base_model", "export_model"])
-def test_loss_equals_one_document_at_a_time(request, name, documents):
-    model = request.getfixturevalue(name)
-    got = document_scores(model, documents, batch_size=3)
-    for document, nll in zip(documents, got.nll[WITH].tolist(), strict=True):
+def test_both_forms_of_a_task_agree(scored):
+    _, _, lm, *_, files, scores = scored
+    generated = score_generated(lm, files)
+    assert [task.tolist() for task in generated.tasks] == [task.tolist() for task in scores.tasks]
+    assert generated.log_likelihood is None
+
+
+def test_loss_equals_one_document_at_a_time(scored):
+    _, model, lm, _, documents, files, scores = scored
+    losses = []
+    for document in documents:
         ids = torch.tensor([document.ids])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits.double()
-        expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
-        assert nll == pytest.approx(float(expected), rel=1e-5)  # fp32 sums in another order
-    assert got.tokens.tolist() == [len(document.ids) - 1 for document in documents]
-    assert got.kl == {}
+        losses.append(float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")))
+    expected = torch.tensor(losses, dtype=torch.float64)
+    torch.testing.assert_close(-scores.log_likelihood, expected, rtol=1e-5, atol=0)  # fp32 sums in another order
+    tokens = sum(len(document.ids) - 1 for document in documents)
+    assert scores.perplexity == pytest.approx(float(torch.exp(expected.sum() / tokens)), rel=1e-5)
+    alone = score_documents(lm, files)
+    assert alone.perplexity == pytest.approx(scores.perplexity, rel=1e-6)  # other batches
 
 
-def test_kl_equals_its_definition(export_model, documents):
-    ablations = {BYPASSED: partial(bypassed, export_model)}
-    got = document_scores(export_model, documents, ablations, batch_size=4)
-    for document, kl in zip(documents, got.kl[BYPASSED].tolist(), strict=True):
-        ids = torch.tensor([document.ids])
-        with torch.no_grad():
-            p = export_model(ids, use_cache=False).logits.double().log_softmax(-1)[0, :-1]
-            with bypassed(export_model):
-                q = export_model(ids, use_cache=False).logits.double().log_softmax(-1)[0, :-1]
-        assert kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
-    assert (got.kl[BYPASSED] / got.tokens).min() > 0.01
-
-
-def test_layers_that_do_nothing_have_no_kl(base_model, zeroed_model, documents):
-    ablations = {
-        BYPASSED: partial(bypassed, zeroed_model),
-        SCRAMBLED: partial(scrambled, zeroed_model, torch.Generator().manual_seed(0)),
-    }
-    got = document_scores(zeroed_model, documents, ablations)
-    assert not got.kl[BYPASSED].any() and not got.kl[SCRAMBLED].any()
-    assert torch.equal(got.nll[WITH], got.nll[BYPASSED])
-    assert torch.equal(got.nll[WITH], document_scores(base_model, documents).nll[WITH])
-
-
-def test_scores_do_not_depend_on_the_batches(export_model, documents, monkeypatch):
-    whole = document_scores(export_model, documents, batch_size=len(documents))
-    monkeypatch.setattr(scores, "LOGITS_AT_ONCE", 1000)  # three positions at a time
-    single = document_scores(export_model, documents, batch_size=1)
-    torch.testing.assert_close(whole.nll[WITH], single.nll[WITH], rtol=1e-5, atol=0)
-
-
-def test_progress_counts_every_token_once(base_model, documents):
-    done = []
-    document_scores(base_model, documents, batch_size=2, progress=done.append)
-    exact_matches(base_model, documents, batch_size=3, progress=done.append)
-    assert sum(done) == 2 * sum(len(document.ids) for document in documents)
-
-
-@pytest.mark.parametrize("score", [exact_matches, document_scores])
-def test_refuses_logits_that_are_not_finite(base_model, documents, score):
+def test_refuses_logits_that_are_not_finite(scored):
     """arg-max over NaN would score as a wrong answer, in silence."""
-    weight = base_model.model.norm.weight
+    _, model, lm, *_, files, _ = scored
+    weight = model.model.norm.weight
     before = weight.data.clone()
     try:
         weight.data[0] = float("nan")
-        with pytest.raises(UserError, match="logits must be finite: the model gives"):
-            score(base_model, documents)
+        with pytest.raises(UserError, match="logits must be finite: the base gives 66 of 66 log-likelihoods"):
+            score_exact(lm, files, "the base")
     finally:
         weight.data.copy_(before)
+    assert not model._forward_hooks
+
+
+@pytest.mark.slow  # it reads every task file that lm-eval brings
+@pytest.mark.parametrize("number", [0, 1], ids=["base", "export"])
+def test_lm_evals_command_line_gives_the_same_figures(talking_evaluation, talking, tmp_path, number):
+    """To the last digit, by the command that the report prints, without a network and from another directory."""
+    report = json.loads((talking_evaluation / "recovery.json").read_text())
+    assignment, program, *words = shlex.split(report["lm_eval"]["commands"][number])
+    assert (assignment, program) == ("HF_HUB_OFFLINE=1", "lm_eval")
+    arguments = [sys.executable, "-m", "lm_eval", *words, "--output_path", "results"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = Path(tmp_path / "results").rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    which = ("base", "model")[number]
+    for task in report["tasks"]:
+        assert results[f"tiny_{task['name']}"]["exact_match,none"] == task[which]
+        assert results[f"tiny_{task['name']}"]["exact_match_stderr,none"] == pytest.approx(task["stderr"][number])
+    assert results["tiny_heldout"]["token_perplexity,none"] == report["perplexity"][which]
+    assert 0 < report["tasks"][0][which] < 1
+
+
+@pytest.mark.parametrize("name", ["lm_eval", "tenacity"])
+def test_a_missing_package_is_named(monkeypatch, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else found(asked))
+    with pytest.raises(
+        UserError, match=f"evaluate scores through lm-eval: {name} is not installed; pip install lm_eval"
+    ):
+        require_lm_eval()

@@ -166,7 +166,7 @@ REFUSED = {
     "global batch": ({"global_batch_size": 3}, "3 is not a multiple of 1 x 2; use e.g. 2"),
     "save": ({"save": "/dev/null"}, "--save must be a directory: /dev/null is a file"),
     "base": ({"base_model": "/nonexistent"}, "give the directory that holds config.json"),
-    "data": ({"data_path": "/nonexistent/x"}, "--data-path is a prefix P"),
+    "data": ({"data_path": "/nonexistent/x"}, "pretraining data are a prefix P"),
     "no held-out share": ({"split": "100,0"}, "--split"),
     "load": ({"load": "/nonexistent"}, "a --save directory has latest_checkpointed_iteration.txt"),
     "profile": ({"load": "run", "profile_steps": "4:5"}, "--profile-steps must lie ahead: 4 <= 10"),
@@ -201,7 +201,7 @@ def test_a_mistake_that_one_rank_alone_meets(runs, two_ranks, make_settings, tin
     for changes, message in (
         ({"base_model": "/nonexistent"}, "give the directory that holds config.json"),
         ({"base_model": other}, "every rank reads the same base: the weights that rank 1 loaded"),
-        ({"data_path": "/nonexistent/x"}, "--data-path is a prefix P"),
+        ({"data_path": "/nonexistent/x"}, "pretraining data are a prefix P"),
     ):
         bad = make_settings(tmp_path / "save", changes.pop("data_path", data), **FLAGS | changes)
         said_once(two_ranks.run(train_by_rank, [good, bad], PRETRAIN), message)
