@@ -5,9 +5,9 @@ On this machine's CPU:
     python sft_upcycle.py --base-model BASE --data-path PREFIX --save OUT --train-iters 100 \
         --seq-length 256 --index-topk 32 --index-n-heads 4 --index-head-dim 32
 
-The real job (one accelerator):
+The real job (one rank a device: 8, or what there is):
 
-    torchrun --nproc-per-node 1 sft_upcycle.py --base-model DeepSeek-V2-Lite-Chat --data-path PREFIX --save OUT \
+    torchrun --nproc-per-node 8 sft_upcycle.py --base-model DeepSeek-V2-Lite-Chat --data-path PREFIX --save OUT \
         --bf16 --seq-length 4096 --train-iters 2000 --global-batch-size 64 --indexer-warmup-iters 200
 
 A stopped run goes on with `--load OUT --save OUT` and the same flags. `examples/deepseek_v2_lite/sft.sh` holds the

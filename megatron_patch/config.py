@@ -199,7 +199,9 @@ class ParallelSettings:
     sequence_parallel: bool = False
     """Split activations along the sequence where matrices are split."""
     use_distributed_optimizer: bool = False
-    """Spread the optimizer's state over the data-parallel ranks."""
+    """Spread the optimizer's state over the data-parallel ranks; such a checkpoint resumes on as many ranks only."""
+    distributed_timeout_minutes: float = 30.0
+    """How long a rank waits for the others before it ends."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -214,6 +216,8 @@ class ParallelSettings:
                 value == 1, f"{flag} must be 1: no other layout is proven equal in this release", value, f"use {flag} 1"
             )
         _require(not self.sequence_parallel, "--sequence-parallel needs tensor parallelism", "on", "leave it out")
+        minutes = self.distributed_timeout_minutes
+        _require(minutes > 0, "--distributed-timeout-minutes must be positive", minutes, "30 is usual")
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """How a run ends badly: one line for the user, one exit code that scripts can rely on."""
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 
 EXIT_OK = 0
@@ -9,13 +11,24 @@ EXIT_INTERNAL = 1
 EXIT_USER = 2
 EXIT_NON_FINITE = 3
 
+# How long a rank leaves the word to its machine's first one, which most likely says the same.
+OTHERS_SPEAK_FIRST = 5.0
+
 
 class UserError(ValueError):
-    """The user's input breaks a rule. The message is one line: the rule, the value, the remedy."""
+    """The user's input breaks a rule. The message is one line: the rule, the value, the remedy.
+
+    Attributes:
+        said: whether the line has been printed, for all ranks of a run.
+    """
+
+    said = False
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients were not finite too many steps in a row."""
+    """Loss or gradients were not finite too many steps in a row. `said` as in `UserError`."""
+
+    said = False
 
 
 def run(main: Callable[[], int | None]) -> int:
@@ -23,23 +36,43 @@ def run(main: Callable[[], int | None]) -> int:
 
     Returns:
         What `main` returned (None is 0), 2 after a `UserError` or a path that the system refuses, 3 after a
-        `NonFiniteError`; these print one line on stderr and no traceback. 0 where the reader of the output has left. Any other exception passes through: it is a defect of ours and its traceback helps.
+        `NonFiniteError`; these print one line on stderr and no traceback. 0 where the reader of the output has left. Any
+        other exception passes through: it is a defect of ours and its traceback helps.
     """
     try:
         return main() or EXIT_OK
-    except UserError as error:
-        return _say(error, EXIT_USER)
-    except NonFiniteError as error:
-        return _say(error, EXIT_NON_FINITE)
     except BrokenPipeError:  # `| head` has seen enough; Python's own last flush would complain once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except OSError as error:
-        if error.filename is None:  # not about a path that the user could mend
+    except Exception as error:
+        line = as_line(error)
+        if line is None:
             raise
-        return _say(UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions"), EXIT_USER)
+        code = EXIT_NON_FINITE if isinstance(line, NonFiniteError) else EXIT_USER
+        if not line.said:
+            _let_others_speak_first(code)
+            say(line)
+        return code
 
 
-def _say(error: Exception, code: int) -> int:
+def as_line(error: Exception) -> UserError | NonFiniteError | None:
+    """The error whose message is the one line for the user; None where `error` is a defect."""
+    if isinstance(error, UserError | NonFiniteError):
+        return error
+    if isinstance(error, OSError) and error.filename is not None:  # about a path that the user could mend
+        return UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
+    return None
+
+
+def say(error: Exception) -> None:
+    """Print the one line."""
     print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-    return code
+
+
+def _let_others_speak_first(code: int) -> None:
+    """Before the ranks have met, they all find the same wrong flag: the first rank of a machine says it, and torchrun
+    then ends the others. One that is not ended has found something else, and says it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(OTHERS_SPEAK_FIRST)

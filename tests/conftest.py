@@ -41,6 +41,15 @@ def tiny_base(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two gloo ranks, started at their first use."""
+    from tests.distributed import Ranks
+
+    with Ranks(2) as pool:
+        yield pool
+
+
 @pytest.fixture(autouse=True)
 def _alone():
     """One thread (small shapes: more only add noise), and none of the state that megatron-core keeps in classes."""

@@ -34,6 +34,20 @@ def test_a_path_that_the_system_refuses_is_the_users(tmp_path, capsys):
     assert "file/below: Not a directory; check the path" in capsys.readouterr().err
 
 
+def test_a_machines_first_rank_speaks_first(monkeypatch, capsys):
+    """All ranks find the same wrong flag; torchrun ends the others while they wait. Who is left speaks too."""
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setattr(errors.signal, "signal", lambda *_: None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert ends_with(errors.UserError("rule")) == 2
+        assert capsys.readouterr().err == "error: rule\n" and len(waited) == int(rank)
+    said = errors.UserError("rule")
+    said.said = True
+    assert ends_with(said) == 2 and capsys.readouterr().err == "" and len(waited) == 1
+
+
 @pytest.mark.parametrize("error", [OSError("no path in it"), KeyError("ours"), RuntimeError("ours")])
 def test_our_defects_keep_their_traceback(error):
     with pytest.raises(type(error)):

@@ -2,6 +2,7 @@
 
 SAVE/latest_checkpointed_iteration.txt     "100"
 SAVE/iter_0000100/model.safetensors        what trains, megatron-core names
+SAVE/iter_0000100/training.pt              optimizer and the like; see `checkpoint.save`
 SAVE/iter_0000100/manifest.json
 """
 
@@ -18,6 +19,7 @@ from megatron_patch.model.architecture import DsaSettings
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
+TRAINING_FILE = "training.pt"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 KINDS = ("pretrain", "sft")
 
@@ -28,6 +30,29 @@ class BaseReference:
 
     path: str
     sha256: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the optimizer's state lies in a checkpoint: one file, or with the distributed optimizer one for each rank.
+
+    Attributes:
+        data_parallel: ranks that shared the global batch.
+        distributed_optimizer: whether each of them held a part of the state, cut by their number.
+    """
+
+    data_parallel: int = 1
+    distributed_optimizer: bool = False
+
+    def training_file(self, rank: int) -> str:
+        """The file with a rank's training state."""
+        if self.distributed_optimizer and self.data_parallel > 1:
+            return f"training_rank{rank:04d}.pt"
+        return TRAINING_FILE
+
+    def writes(self, rank: int) -> bool:
+        """Whether a rank has training state that no other has."""
+        return rank == 0 or self.training_file(rank) != TRAINING_FILE
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,7 @@ class TrainingManifest:
         frozen_sha256: hash of all frozen parameters and buffers.
         files: plain file name -> SHA-256, of every file beside the manifest.
         skipped: steps whose gradients were not finite.
+        layout: of the optimizer's state.
     """
 
     kind: str
@@ -58,6 +84,7 @@ class TrainingManifest:
     frozen_sha256: str
     files: dict[str, str]
     skipped: int = 0
+    layout: Layout = Layout()
 
     def write(self, directory: str | Path) -> None:
         """Write `manifest.json` into the directory of an iteration."""
@@ -98,6 +125,7 @@ def read_manifest(directory: str | Path) -> TrainingManifest:
             frozen_sha256=str(content["frozen_sha256"]),
             files=dict(content["files"]),
             skipped=int(content.get("skipped", 0)),
+            layout=Layout(**content.get("layout", {})),
         )
     except FileNotFoundError:
         raise UserError(

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ def build_pretrain_datasets(
     pad_id: int,
     vocab_size: int,
     tokenizer_sha256: str | None = None,
+    together: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[PretrainDataset, PretrainDataset | None]:
     """Training and validation rows; call on all ranks. A blend needs a process group (as megatron-core does).
 
@@ -95,20 +97,23 @@ def build_pretrain_datasets(
         cache_dir: where megatron-core keeps its indices; seen by all ranks.
         eos_id, pad_id, vocab_size: of the model; `pad_id` may equal `eos_id`, as in DeepSeek-V2's tokenizer.
         tokenizer_sha256: the run's tokenizer, compared with the one that made the data.
+        together: what the checks run in. Ranks agree there, because in megatron-core's builder they wait for rank 0,
+            which makes the indices.
 
     Raises:
         UserError: missing, damaged or foreign files, or a split that leaves a wanted part empty.
     """
-    train_blend = parse_blend(data_path)
-    valid_blend = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
-    fingerprint, documents = hashlib.sha256(), {}
-    for prefix in [*train_blend.prefixes, *(valid_blend.prefixes if valid_blend else [])]:
-        report = read_report(prefix)
-        _check_report(report, prefix, eos_id, vocab_size, tokenizer_sha256)
-        documents[prefix] = check_files(prefix, report)
-        fingerprint.update(Path(f"{prefix}.idx").read_bytes())
-    if valid_blend is None:
-        _check_split(split, {prefix: documents[prefix] for prefix in train_blend.prefixes}, valid_samples)
+    with together():
+        train_blend = parse_blend(data_path)
+        valid_blend = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
+        fingerprint, documents = hashlib.sha256(), {}
+        for prefix in [*train_blend.prefixes, *(valid_blend.prefixes if valid_blend else [])]:
+            report = read_report(prefix)
+            _check_report(report, prefix, eos_id, vocab_size, tokenizer_sha256)
+            documents[prefix] = check_files(prefix, report)
+            fingerprint.update(Path(f"{prefix}.idx").read_bytes())
+        if valid_blend is None:
+            _check_split(split, {prefix: documents[prefix] for prefix in train_blend.prefixes}, valid_samples)
 
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

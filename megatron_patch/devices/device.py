@@ -55,6 +55,8 @@ def activate(name: str | None = None) -> Device:
         )
     # One pure-Python extension of megatron-core warns at import about each optional package that is absent.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    # It calls the collectives of its distributed optimizer by names that torch 2.13 has replaced.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if name == "cpu":
         cpu_redirect.install()
         device = Device("cpu", torch.device("cpu"), "gloo")

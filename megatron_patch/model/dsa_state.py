@@ -1,7 +1,7 @@
 """What the training step tells the DSA layers, and what they report back."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -76,14 +76,22 @@ class DsaState:
         self.recall_sum[layer] = self.recall_sum.get(layer, 0) + recall.detach().double()
         self.tokens[layer] = self.tokens.get(layer, 0) + tokens
 
-    def means(self) -> tuple[float, float] | None:
-        """(KL in nats per token, recalled attention mass), each a mean over tokens and layers; None: nothing reported."""
-        layers = [layer for layer, tokens in self.tokens.items() if tokens]
+    def means(self, add_up: Callable[[list[float]], list[float]] | None = None) -> tuple[float, float] | None:
+        """(KL in nats per token, recalled attention mass), each a mean over tokens and layers; None: nothing reported.
+
+        Args:
+            add_up: sums each number over the ranks that share the tokens; all of them call `means` then.
+        """
+        sums = [float(each[layer]) for each in (self.kl_sum, self.recall_sum, self.tokens) for layer in sorted(self.tokens)]
+        if add_up is not None:
+            sums = add_up(sums)
+        n = len(sums) // 3
+        layers = [row for row in zip(sums[:n], sums[n : 2 * n], sums[2 * n :], strict=True) if row[2]]
         if not layers:
             return None
-        kl = sum(float(self.kl_sum[layer]) / self.tokens[layer] for layer in layers) / len(layers)
-        recall = sum(float(self.recall_sum[layer]) / self.tokens[layer] for layer in layers) / len(layers)
-        return kl, recall
+        return sum(kl / tokens for kl, _, tokens in layers) / len(layers), sum(
+            recall / tokens for _, recall, tokens in layers
+        ) / len(layers)
 
 
 class AttachLoss(torch.autograd.Function):

@@ -17,6 +17,7 @@ from megatron_patch.data.pretrain_dataset import build_pretrain_datasets
 from megatron_patch.data.sampler import MicroBatches, evaluation_micro_batches, load_batches
 from megatron_patch.data.sft_dataset import build_sft_datasets, sample_lengths
 from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
+from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class RunData:
 
 
 def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_samples: int) -> RunData:
-    """Open, check and sample the data of a run, and print how they are packed.
+    """Open, check and sample the data of a run, and print how they are packed. All ranks call it.
 
     Args:
         settings: of the run.
@@ -47,29 +48,32 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
     """
     steps, data, cache = settings.steps, settings.data, settings.output.save / "index_cache"
     evaluates = steps.eval_interval > 0
-    tokenizer = load_tokenizer(settings.model.base_model, trust_remote_code=settings.model.trust_remote_code)
+    with ranks.agreement():
+        tokenizer = load_tokenizer(settings.model.base_model, trust_remote_code=settings.model.trust_remote_code)
     cut_after = tokenizer.eos_token_id if kind == PRETRAIN and data.isolate_documents else None
-    ranks = dict(
+    sizes = dict(
         micro_batch_size=steps.micro_batch_size,
         global_batch_size=steps.global_batch_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
+    heldout: list[PackedBatch] = []
     with _removed_on_error(cache):
         train, valid = _datasets(settings, kind, tokenizer, vocab_size, cache)
-        order = MicroBatches(
-            len(train), **ranks, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
-        )
-        first = list(load_batches(train, islice(order, DESCRIBED), cut_after=cut_after))
-        heldout: list[PackedBatch] = []
-        if evaluates:
-            if valid is None:
-                raise UserError(
-                    f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
-                )
-            numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **ranks)
-            heldout = list(load_batches(valid, numbers, cut_after=cut_after))
-    print(describe_packing(kind, train, first), flush=True)
+        with ranks.agreement():
+            order = MicroBatches(
+                len(train), **sizes, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
+            )
+            first = list(load_batches(train, islice(order, DESCRIBED), cut_after=cut_after))
+            if evaluates:
+                if valid is None:
+                    raise UserError(
+                        f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
+                    )
+                numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
+                heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+    if ranks.is_main():
+        print(describe_packing(kind, train, first), flush=True)
     return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout)
 
 
@@ -85,12 +89,13 @@ def _datasets(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
     )
     if kind == SFT:
-        return build_sft_datasets(
-            data_path=_one_folder(data.data_path, "--data-path"),
-            valid_data_path=_one_folder(data.valid_data_path, "--valid-data-path") if data.valid_data_path else None,
-            template_sha256=template_sha256(tokenizer),
-            **common,
-        )
+        with ranks.agreement():
+            return build_sft_datasets(
+                data_path=_one_folder(data.data_path, "--data-path"),
+                valid_data_path=_one_folder(data.valid_data_path, "--valid-data-path") if data.valid_data_path else None,
+                template_sha256=template_sha256(tokenizer),
+                **common,
+            )
     return build_pretrain_datasets(
         data_path=data.data_path,
         valid_data_path=data.valid_data_path,
@@ -100,6 +105,7 @@ def _datasets(
         cache_dir=cache,
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        together=ranks.agreement,
         **common,
     )
 
@@ -111,7 +117,7 @@ def _removed_on_error(cache: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not there:
+        if not there and ranks.is_main():
             shutil.rmtree(cache, ignore_errors=True)
         raise
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from megatron_patch.devices.device import Device
 from megatron_patch.model.builder import forward_pack
 from megatron_patch.model.dsa_state import DsaState
 from megatron_patch.statistics import ratio
+from megatron_patch.training.step import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class HeldoutEvaluation:
             self.state.stage = stage
             self.state.reset()
             sums, counts = self._documents()
-            kl, recall = self.state.means() or (math.nan, math.nan)
+            add_up = partial(sum_over_ranks, device=self.device)
+            kl, recall = self.state.means(add_up) or (math.nan, math.nan)
         finally:
             self.model.train(training)
         base_sums, _ = self._base

@@ -10,11 +10,12 @@ from tqdm import tqdm
 
 from megatron_patch.checkpoint.save import save_checkpoint
 from megatron_patch.config import TrainSettings
+from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
-from megatron_patch.model.freeze import frozen_sha256
+from megatron_patch.model.freeze import frozen_sha256, trained_sha256
 from megatron_patch.training.setup import Run, set_up
 from megatron_patch.training.signals import StopRequest
 from megatron_patch.training.state import training_state
@@ -30,7 +31,7 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
         device: activated.
 
     Returns:
-        0. The run's files are under `settings.output.save`.
+        0. The run's files are under `settings.output.save`, written by rank 0.
 
     Raises:
         UserError: a rule of the settings, the base or the data is broken; nothing was trained.
@@ -38,9 +39,10 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
     """
     stop = StopRequest(settings.steps.exit_duration_in_mins)  # first: a signal while the base loads is not lost
     try:
-        run = set_up(settings, kind, device)
-        with contextlib.closing(run.metrics):
-            return _train(run, stop)
+        with ranks.one_reason():
+            run = set_up(settings, kind, device)
+            with contextlib.closing(run.metrics):
+                return _train(run, stop)
     finally:
         stop.restore()
 
@@ -50,13 +52,13 @@ def _train(run: Run, stop: StopRequest) -> int:
     steps = settings.steps
     recent: deque[StepResult] = deque(maxlen=steps.log_interval)
     failures, saved_at = 0, progress.iteration if settings.resumes_in_place else None
-    if progress.iteration == 0 and stop.reason is None:
+    reason = stop.reason(run.device)
+    if progress.iteration == 0 and reason is None:
         _evaluate(run)
-    with (
-        tqdm(total=steps.train_iters, initial=progress.iteration, desc=run.identity.kind, unit="step") as bar,
-        _profiler(run) as profiler,
-    ):
-        while progress.iteration < steps.train_iters and stop.reason is None:
+    with _profiler(run) as profiler, _bar(run) as bar:
+        while progress.iteration < steps.train_iters:
+            if (reason := stop.reason(run.device)) is not None:
+                break
             batches = list(islice(run.data.train, run.micro_batches))
             rate = run.optimizer.param_groups[0]["lr"]
             result = run.step(batches, stage_at(settings, progress.iteration))
@@ -66,6 +68,8 @@ def _train(run: Run, stop: StopRequest) -> int:
             failures = failures + 1 if result.skipped else 0
             if result.skipped:
                 _report_skip(run, failures)
+                if failures >= steps.max_non_finite_steps:
+                    break
             else:
                 run.scheduler.step(increment=1)
                 recent.append(result)
@@ -81,15 +85,35 @@ def _train(run: Run, stop: StopRequest) -> int:
             if settings.output.save_interval and progress.iteration % settings.output.save_interval == 0:
                 _save(run)
                 saved_at = progress.iteration
+    _check_finite(run, failures)
     if recent:
         _log(run, recent, rate)
-    if steps.eval_interval and progress.iteration % steps.eval_interval and stop.reason is None:
+    reason = reason or stop.reason(run.device)
+    if steps.eval_interval and progress.iteration % steps.eval_interval and reason is None:
         _evaluate(run)  # who asked for a stop wants the checkpoint now
     if saved_at != progress.iteration:
         _save(run)
-    reason = f" ({stop.reason})" if progress.iteration < steps.train_iters else ""
-    print(f"saved iteration {progress.iteration} of {steps.train_iters} to {settings.output.save}{reason}")
+    if ranks.is_main():
+        why = f" ({reason})" if progress.iteration < steps.train_iters else ""
+        print(f"saved iteration {progress.iteration} of {steps.train_iters} to {settings.output.save}{why}")
     return 0
+
+
+def _bar(run: Run) -> tqdm:
+    """Rank 0's progress bar."""
+    steps, done = run.settings.steps.train_iters, run.progress.iteration
+    return tqdm(total=steps, initial=done, desc=run.identity.kind, unit="step", disable=not ranks.is_main())
+
+
+def _note(line: str) -> None:
+    """A line above rank 0's progress bar."""
+    if ranks.is_main():
+        tqdm.write(line)
+
+
+def _peak_memory_mb(run: Run) -> float:
+    """The highest of all ranks."""
+    return ranks.highest(run.device.peak_memory_mb(), run.device.torch_device)
 
 
 def stage_at(settings: TrainSettings, iteration: int) -> str:
@@ -135,7 +159,7 @@ def _log(run: Run, results: deque[StepResult], rate: float) -> None:
         learning_rate=rate,
         tokens_per_second=tokens / seconds,
         step_seconds=seconds,
-        peak_memory_mb=run.device.peak_memory_mb(),
+        peak_memory_mb=_peak_memory_mb(run),
         skipped=run.progress.skipped,
         stage=run.state.stage,
         tflops_per_device=tflops,
@@ -155,7 +179,7 @@ def _evaluate(run: Run) -> None:
         lm_loss=result.loss,
         indexer_kl=result.indexer_kl,
         index_recall=result.index_recall,
-        peak_memory_mb=run.device.peak_memory_mb(),
+        peak_memory_mb=_peak_memory_mb(run),
         skipped=run.progress.skipped,
         lm_loss_stderr=result.loss_stderr,
         base_lm_loss=result.base_loss,
@@ -164,7 +188,7 @@ def _evaluate(run: Run) -> None:
         documents=result.documents,
         stage=run.state.stage,
     )
-    tqdm.write(
+    _note(
         f"held out, iteration {run.progress.iteration}: loss {result.loss:.4f} +- {result.loss_stderr:.4f}, base "
         f"{result.base_loss:.4f}, difference {result.delta:+.4f} +- {result.delta_stderr:.4f} ({result.documents} documents)"
     )
@@ -180,25 +204,35 @@ def _report_skip(run: Run, failures: int) -> None:
         consumed_tokens=run.progress.consumed_tokens,
         skipped=run.progress.skipped,
     )
-    tqdm.write(
+    _note(
         f"iteration {run.progress.iteration}: loss or gradient is not finite; step skipped ({failures} in a row)"
     )
+
+
+def _check_finite(run: Run, failures: int) -> None:
+    """End the run after too many skipped steps in a row."""
     limit = run.settings.steps.max_non_finite_steps
-    if failures >= limit:
-        raise NonFiniteError(
-            f"loss or gradients were not finite {failures} steps in a row (--max-non-finite-steps {limit}), the last at "
-            f"iteration {run.progress.iteration}; lower --lr, or look at the data of samples "
-            f"{run.progress.consumed_samples - failures * run.settings.steps.global_batch_size} to {run.progress.consumed_samples}"
-        )
+    with ranks.agreement():
+        if failures >= limit:
+            raise NonFiniteError(
+                f"loss or gradients were not finite {failures} steps in a row (--max-non-finite-steps {limit}), the last at "
+                f"iteration {run.progress.iteration}; lower --lr, or look at the data of samples "
+                f"{run.progress.consumed_samples - failures * run.settings.steps.global_batch_size} to {run.progress.consumed_samples}"
+            )
 
 
 def _save(run: Run) -> None:
-    """Check that the base did not move, then write a checkpoint."""
-    found = frozen_sha256(run.model, run.identity.layer_pattern)
-    if found != run.identity.frozen_sha256:
-        raise RuntimeError(
-            f"a frozen parameter or buffer moved: hash {found}, at the start {run.identity.frozen_sha256}"
-        )
+    """Check that the base did not move, and that the ranks did not part, then write a checkpoint."""
+    with ranks.agreement():
+        found = frozen_sha256(run.model, run.identity.layer_pattern)
+        if found != run.identity.frozen_sha256:
+            raise RuntimeError(
+                f"a frozen parameter or buffer moved: hash {found}, at the start {run.identity.frozen_sha256}"
+            )
+    if ranks.count() > 1:
+        trained = ranks.gather(trained_sha256(run.model))
+        if len(set(trained)) > 1:
+            raise RuntimeError(f"data-parallel ranks must hold the same weights: theirs have the hashes {trained}")
     save_checkpoint(
         run.settings.output.save,
         run.model,
@@ -206,22 +240,24 @@ def _save(run: Run) -> None:
         run.identity,
         run.progress,
         run.settings.output.keep_last,
+        run.layout,
     )
-    atomic_write_text(run.settings.output.save / "frozen.sha256", found + "\n")
+    if ranks.is_main():
+        atomic_write_text(run.settings.output.save / "frozen.sha256", found + "\n")
 
 
 @contextlib.contextmanager
 def _profiler(run: Run):
-    """A torch profiler over --profile-steps, or None."""
-    steps = run.settings.output.profile_range()
-    if steps is None:
+    """A torch profiler over --profile-steps on rank 0, or None."""
+    first, last = run.settings.output.profile_range() or (0, 0)
+    with ranks.agreement():
+        if 0 < first <= run.progress.iteration:
+            raise UserError(
+                f"--profile-steps must lie ahead: {first} <= {run.progress.iteration}, where the run resumes; move it"
+            )
+    if not first or not ranks.is_main():
         yield None
         return
-    first, last = steps
-    if first <= run.progress.iteration:
-        raise UserError(
-            f"--profile-steps must lie ahead: {first} <= {run.progress.iteration}, where the run resumes; move it"
-        )
     save = run.settings.output.save
     with torch.profiler.profile(
         schedule=torch.profiler.schedule(

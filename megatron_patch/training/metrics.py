@@ -127,6 +127,18 @@ class MetricsWriter:
             self._wandb.finish()
 
 
+class NoMetrics(MetricsWriter):
+    """The other ranks': rank 0 alone writes."""
+
+    def __init__(self) -> None: ...
+
+    def write(self, kind: str, **values) -> None: ...
+
+    def plot(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def plot_losses(rows: list[dict], target: Path) -> None:
     """Training and held-out loss with the base's, and the indexer's KL and recall, over iterations."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

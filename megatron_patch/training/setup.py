@@ -16,10 +16,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_patch import __version__
 from megatron_patch.checkpoint.from_export import is_export, load_export_weights
 from megatron_patch.checkpoint.load_base import load_base
-from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
-from megatron_patch.checkpoint.save import Identity, Progress, load_training_state, load_weights
+from megatron_patch.checkpoint.manifest import LATEST_FILE, Layout, iteration_directory
+from megatron_patch.checkpoint.save import Identity, Progress, check_layout, load_training_state, load_weights
 from megatron_patch.config import TrainSettings
 from megatron_patch.data.sampler import micro_batches_per_step
+from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
@@ -34,7 +35,7 @@ from megatron_patch.ops.backends import choose_backend
 from megatron_patch.planning.flops import FlopsCounter
 from megatron_patch.training.data import RunData, build_data
 from megatron_patch.training.heldout import HeldoutEvaluation
-from megatron_patch.training.metrics import MetricsWriter
+from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_patch.training.state import restore_training_state
 from megatron_patch.training.step import TrainStep
@@ -56,32 +57,43 @@ class Run:
     micro_batches: int
     metrics: MetricsWriter
     identity: Identity
+    layout: Layout
     progress: Progress
 
 
 def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
-    """Check, build, load, and open the data.
+    """Meet the other ranks; check, build, load, and open the data. A rank that finds a mistake ends all of them.
 
     Raises:
         UserError: a rule is broken; nothing was written but an empty --save directory.
     """
-    _check_output(settings)
-    _check_one_process()
-    arch = read_architecture(settings.model.base_model)
-    pattern = layer_pattern(settings, arch)
+    torch.manual_seed(settings.steps.seed)
+    if settings.precision.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so; read at its first use
+    torch.use_deterministic_algorithms(settings.precision.deterministic)
+    _check_launch()
+    initialize_distributed(
+        device, settings.steps.seed, timeout_minutes=settings.parallel.distributed_timeout_minutes
+    )
+    with ranks.agreement():
+        if ranks.is_main():
+            _check_output(settings)
+        arch = read_architecture(settings.model.base_model)
+        pattern = layer_pattern(settings, arch)
+        dsa = _dsa_settings(settings, arch)
+    with ranks.agreement():
+        model, state = _build(settings, arch, pattern, dsa, device)
+    identity = _identity(settings, kind, arch, pattern, dsa, model)
+    return _assemble(settings, kind, arch, device, model, state, identity)
+
+
+def _dsa_settings(settings: TrainSettings, arch: Architecture) -> DsaSettings:
     dsa = DsaSettings(settings.model.index_topk, settings.model.index_n_heads, settings.model.index_head_dim)
     if dsa.index_head_dim < arch.qk_rope_head_dim:
         raise UserError(
             f"--index-head-dim must hold the base's {arch.qk_rope_head_dim} RoPE dimensions: {dsa.index_head_dim}; raise it"
         )
-    torch.manual_seed(settings.steps.seed)
-    if settings.precision.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so; read at its first use
-    torch.use_deterministic_algorithms(settings.precision.deterministic)
-    initialize_distributed(device, settings.steps.seed)
-    model, state = _build(settings, arch, pattern, dsa, device)
-    identity = _identity(settings, kind, arch, pattern, dsa, model)
-    return _assemble(settings, kind, arch, device, model, state, identity)
+    return dsa
 
 
 def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...]:
@@ -116,10 +128,14 @@ def _check_output(settings: TrainSettings) -> None:
         raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
 
 
-def _check_one_process() -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if ranks != 1:
-        raise UserError(f"this release trains in one process: WORLD_SIZE is {ranks}; use torchrun --nproc-per-node 1")
+def _check_launch() -> None:
+    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and "RANK" not in os.environ:
+        raise UserError(
+            f"several processes are started by torchrun, which sets RANK: WORLD_SIZE is {size} and there is no RANK; "
+            f"use torchrun --nproc-per-node {size}, or unset WORLD_SIZE"
+        )
 
 
 def _build(
@@ -136,32 +152,44 @@ def _build(
         recompute_dsa=settings.precision.recompute_dsa,
     )
     model, state = build_model(arch, pattern, dsa, build, backend)
-    load_base(model, settings.model.base_model, arch, pattern)
+    load_base(model, settings.model.base_model, arch, pattern, progress=ranks.is_main())
     initialize_dsa_layers(model, pattern, settings.model.dsa_init, std=arch.init_std, seed=settings.steps.seed)
     freeze_base(model, pattern)
     model.to(device.torch_device)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
-    print(
-        f"device {device.name}, DSA backend {backend.name}, layers {format_pattern(pattern)}, "
-        f"{total / 1e6:,.2f}M parameters, {trainable / 1e6:,.2f}M of them train",
-        flush=True,
-    )
+    if ranks.is_main():
+        print(
+            f"device {device.name}, DSA backend {backend.name}, layers {format_pattern(pattern)}, "
+            f"{total / 1e6:,.2f}M parameters, {trainable / 1e6:,.2f}M of them train, ranks {ranks.count()}",
+            flush=True,
+        )
     return model, state
 
 
 def _identity(
     settings: TrainSettings, kind: str, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, model: GPTModel
 ) -> Identity:
+    """What the run belongs to; all ranks must hold the same frozen weights."""
     base = settings.model.base_model
+    with ranks.agreement():  # rank 0 reads the files once more; what the others loaded is compared below
+        base_sha256 = directory_identity(base, progress=True) if ranks.is_main() else ""
+        frozen = frozen_sha256(model, pattern)
+    found = ranks.gather(frozen)
+    with ranks.agreement():
+        if other := next((number for number, sha256 in enumerate(found) if sha256 != found[0]), None):
+            raise UserError(
+                f"every rank reads the same base: the weights that rank {other} loaded from {base} have hash "
+                f"{found[other][:12]}, rank 0's {found[0][:12]}; copy the base to that rank's machine again"
+            )
     return Identity(
         kind=kind,
         base_path=str(base),
-        base_sha256=directory_identity(base, progress=True),
+        base_sha256=ranks.broadcast(base_sha256),
         layer_pattern=pattern,
         dsa=dsa,
         q_rank=arch.hidden_size,
-        frozen_sha256=frozen_sha256(model, pattern),
+        frozen_sha256=frozen,
     )
 
 
@@ -175,34 +203,23 @@ def _assemble(
     identity: Identity,
 ) -> Run:
     """Load a checkpoint, open the data, and put optimizer and metrics around the model."""
-    progress, checkpoint = Progress(), None
-    if settings.start.load is not None:
-        checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
-        progress = Progress(**{name: getattr(manifest, name) for name in asdict(progress)})
-    elif (start := settings.start.pretrained_checkpoint) is not None:
-        if is_export(start):
-            load_export_weights(start, model, identity, arch)
-        else:
-            load_weights(start, model, identity, same_kind=False)
-    steps = settings.steps
-    micro_batches = micro_batches_per_step(
-        steps.micro_batch_size, steps.global_batch_size, parallel_state.get_data_parallel_world_size()
-    )
-    data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
     distributed_optimizer = settings.parallel.use_distributed_optimizer
+    layout = Layout(parallel_state.get_data_parallel_world_size(), distributed_optimizer)
+    with ranks.agreement():
+        progress, checkpoint = _load_start(settings, arch, model, identity, layout)
+        micro_batches = micro_batches_per_step(
+            settings.steps.micro_batch_size, settings.steps.global_batch_size, layout.data_parallel
+        )
+    data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
     ddp = wrap_ddp(model, distributed_optimizer)
     optimizer = build_optimizer(
         ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
     )
     scheduler = build_scheduler(optimizer, settings.optim, settings.steps.train_iters)
-    if checkpoint is not None:
-        restore_training_state(load_training_state(checkpoint), optimizer, scheduler)
-    config = _as_json(settings)
-    metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
-    atomic_write_json(
-        settings.output.save / "config.json",
-        {"schema": 1, "kind": kind, "settings": config, "layer_pattern": list(identity.layer_pattern), **_versions()},
-    )
+    with ranks.agreement():
+        if checkpoint is not None:
+            restore_training_state(load_training_state(checkpoint, layout), optimizer, scheduler)
+        metrics = _open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
     flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa)
     dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
     return Run(
@@ -218,8 +235,36 @@ def _assemble(
         micro_batches=micro_batches,
         metrics=metrics,
         identity=identity,
+        layout=layout,
         progress=progress,
     )
+
+
+def _load_start(
+    settings: TrainSettings, arch: Architecture, model: GPTModel, identity: Identity, layout: Layout
+) -> tuple[Progress, Path | None]:
+    """Fill what trains from --load or --pretrained-checkpoint; (how far it is, the checkpoint to resume)."""
+    progress = Progress()
+    if settings.start.load is not None:
+        checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
+        check_layout(manifest, layout, checkpoint)
+        return Progress(**{name: getattr(manifest, name) for name in asdict(progress)}), checkpoint
+    if (start := settings.start.pretrained_checkpoint) is not None:
+        if is_export(start):
+            load_export_weights(start, model, identity, arch)
+        else:
+            load_weights(start, model, identity, same_kind=False)
+    return progress, None
+
+
+def _open_output(settings: TrainSettings, identity: Identity, progress: Progress) -> MetricsWriter:
+    """Rank 0's metrics; config.json beside them."""
+    config = _as_json(settings)
+    metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
+    pattern = list(identity.layer_pattern)
+    content = {"schema": 1, "kind": identity.kind, "settings": config, "layer_pattern": pattern, **_versions()}
+    atomic_write_json(settings.output.save / "config.json", content)
+    return metrics
 
 
 def _as_json(settings: TrainSettings) -> dict:

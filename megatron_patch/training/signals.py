@@ -3,7 +3,11 @@
 import signal
 import time
 
+from megatron_patch.devices import ranks
+from megatron_patch.devices.device import Device
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_TIME = 1000  # beside the signals' numbers
 
 
 class StopRequest:
@@ -24,14 +28,18 @@ class StopRequest:
             signal.raise_signal(number)
         self._received = signal.Signals(number)
 
-    @property
-    def reason(self) -> str | None:
-        """Why to stop; None: go on."""
-        if self._received is not None:
-            return f"received {self._received.name}"
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+    def reason(self, device: Device) -> str | None:
+        """Why to stop, the same on all ranks, which call this together; None: go on.
+
+        A rank that stopped alone would leave the others in a collective, and a signal or a clock reaches them apart.
+        """
+        code = 0 if self._received is None else int(self._received)
+        if code == 0 and self._deadline is not None and time.monotonic() >= self._deadline:
+            code = _TIME
+        code = int(ranks.highest(code, device.torch_device))
+        if code == _TIME:
             return "--exit-duration-in-mins is over"
-        return None
+        return f"received {signal.Signals(code).name}" if code else None
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""

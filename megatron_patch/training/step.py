@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,6 @@ class TrainStep:
         self.coefficient, self.flops = coefficient, flops
         self.forward_backward = get_forward_backward_func()
         self.ranks = parallel_state.get_data_parallel_world_size()
-        self.group = parallel_state.get_data_parallel_group()
 
     def __call__(self, batches: list[PackedBatch], stage: str) -> StepResult:
         """Run one step.
@@ -78,12 +78,13 @@ class TrainStep:
         """
         start = time.perf_counter()
         lengths = [n for b in batches for n in b.cu_seqlens.diff().tolist()]
-        supervised, real, flops = self._sum(
+        supervised, real, flops = sum_over_ranks(
             [
                 sum(float(b.loss_mask.sum()) for b in batches),
                 sum(int(b.valid.sum()) for b in batches),
                 self.flops(lengths, stage == DENSE).total,
-            ]
+            ],
+            self.device,
         )
         self.model.train()
         self.model.zero_grad_buffer()
@@ -93,10 +94,10 @@ class TrainStep:
         self.state.kl_grad_scale = self.coefficient * self.ranks / max(real, 1)
         losses = self._run(batches, self.ranks * len(batches) / max(supervised, 1))
         self.state.kl_grad_scale = 0.0
-        lm_loss = self._sum([float(sum(losses))])[0] / max(supervised, 1)
+        lm_loss = sum_over_ranks([float(sum(losses))], self.device)[0] / max(supervised, 1)
         skipped = not (torch.isfinite(torch.tensor(lm_loss)) and gradients_are_finite(self.model))
         grad_norm = float("nan") if skipped else float(self.optimizer.step()[1])
-        kl, recall = self._mean_over_ranks(self.state.means() or (float("nan"), float("nan")))
+        kl, recall = self.state.means(partial(sum_over_ranks, device=self.device)) or (float("nan"), float("nan"))
         self.device.synchronize()
         seconds = time.perf_counter() - start
         return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops))
@@ -126,11 +127,9 @@ class TrainStep:
             forward_only=False,
         )
 
-    def _sum(self, values: list[float]) -> list[float]:
-        """Sums over the data-parallel ranks, fp64."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device.torch_device)
-        dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
 
-    def _mean_over_ranks(self, values: tuple[float, float]) -> list[float]:
-        return [value / self.ranks for value in self._sum(list(values))]
+def sum_over_ranks(values: list[float], device: Device) -> list[float]:
+    """Each value's sum over the data-parallel ranks, which hold different tokens; fp64."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device.torch_device)
+    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+    return tensor.tolist()

@@ -292,7 +292,7 @@ def test_checkpoint_of_another_structure_is_refused(device, make_settings, text_
         train(make_settings(tmp_path / "x", text_prefix, load=tmp_path / "pre"), PRETRAIN, device)
 
 
-def test_more_than_one_process_is_refused(device, make_settings, text_prefix, tmp_path, monkeypatch):
+def test_several_processes_without_torchrun_are_refused(device, make_settings, text_prefix, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="trains in one process: WORLD_SIZE is 2"):
+    with pytest.raises(UserError, match="WORLD_SIZE is 2 and there is no RANK; use torchrun --nproc-per-node 2"):
         train(make_settings(tmp_path / "run", text_prefix), PRETRAIN, device)
