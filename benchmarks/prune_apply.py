@@ -12,6 +12,8 @@ resident set, and the part of it that importing the command takes is printed too
 import argparse
 import json
 import os
+import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -98,14 +100,24 @@ def forget(folder: Path) -> None:
             os.close(number)
 
 
-def timed(command: list[str]) -> tuple[float, int, float]:
-    """Seconds, the process's largest resident set in bytes, and the seconds of CPU that it took."""
+def timed(command: list[str]) -> tuple[float, float, str]:
+    """Seconds, the seconds of CPU that it took, and what it printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{command} failed")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
+def python(code: str) -> tuple[float, float, int]:
+    """`timed` of a Python program, and its largest resident set in bytes.
+
+    From VmHWM, which starts anew with a program; the figure of getrusage begins with that of the process that started it.
+    """
+    peak = "; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    seconds, cpu, out = timed([sys.executable, "-c", code + peak])
+    return seconds, cpu, int(re.search(r"VmHWM:\s+(\d+) kB", out)[1]) * 1024
 
 
 def main() -> None:
@@ -127,20 +139,19 @@ def main() -> None:
 def measure(folder: Path, gigabytes: float, repeats: int) -> list[dict]:
     model, plan = build(folder, int(gigabytes * 1e9)), folder / "plan.json"
     make_plan(model, plan)
-    python, code = sys.executable, "import megatron_patch.pruning.apply"
     out, copy = folder / "out", folder / "copy"
-    import_seconds, import_bytes, import_cpu = timed([python, "-c", code])
-    apply = [python, "-m", "megatron_patch", "prune", "apply", "--model", model, "--plan", plan, "--output", out]
+    import_seconds, import_cpu, import_bytes = python("from megatron_patch.pruning import apply")
+    apply = f"from megatron_patch.pruning import apply; apply.run({str(model)!r}, {str(plan)!r}, {str(out)!r})"
     ours, theirs, resident = [], [], 0
     for _ in range(repeats):
         for leftover in (out, copy):
             shutil.rmtree(leftover, ignore_errors=True)
         forget(model)
-        seconds, used, cpu = timed([str(part) for part in apply])
+        seconds, cpu, used = python(apply)
         ours.append(seconds)
         resident = max(resident, used)
         forget(out)
-        copied, _, cpu_of_cp = timed(["bash", "-c", f"cp -r '{out}' '{copy}' && sync '{copy}'/*"])
+        copied, cpu_of_cp, _ = timed(["bash", "-c", f"cp -r '{out}' '{copy}' && sync '{copy}'/*"])
         theirs.append(copied)
         print(
             f"apply {seconds:.2f} s ({cpu:.1f} s of CPU; imports alone take {import_seconds:.2f} and {import_cpu:.1f}), "
