@@ -312,6 +312,12 @@ def test_a_worker_that_fails_on_a_signal_fails_the_script(tmp_path: Path) -> Non
     assert "sft_upcycle.py stopped" in done.stderr.read()
 
 
+def _default_signals() -> None:
+    """A shell cannot trap what was ignored at its start, as SIGHUP is below nohup and SIGINT in a background job."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def signalled_run(folder: Path, code: int, name: str, whole_group: bool) -> subprocess.Popen:
     """sft.sh over a stand-in for torchrun, signalled once its worker stands; ended."""
     (folder / "worker.py").write_text(WORKER.format(folder=str(folder), code=code))
@@ -319,7 +325,12 @@ def signalled_run(folder: Path, code: int, name: str, whole_group: bool) -> subp
     (folder / "torchrun").chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "SAVE": str(folder / "save"), **INPUTS}
     script = subprocess.Popen(
-        ["bash", str(REAL_JOB / "sft.sh")], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ["bash", str(REAL_JOB / "sft.sh")],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_default_signals,
     )
     try:
         deadline = time.monotonic() + 30
