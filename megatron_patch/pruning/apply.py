@@ -21,6 +21,7 @@ from megatron_patch.pruning.plan_file import Plan, read_plan
 from megatron_patch.pruning.shards import OutShard, output_shards, write_shard
 
 PLAN_COPY = "prune_plan.json"
+EXPORT_MANIFEST = "upcycle_manifest.json"  # of `dsa-upcycle export`
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
@@ -54,13 +55,13 @@ def run(model: str | Path, plan: str | Path, output: str | Path, *, resume: bool
     job.open(resume)
     _require_space(checked, job)
     weight_map, total, files = _write_shards(checkpoint, checked, job, progress)
-    skipped = _copy_others(checkpoint, job.partial)
+    skipped = _copy_others(checkpoint, job.partial, changed=bool(checked.config_changes))
     atomic_write_json(job.partial / PLAN_COPY, checked.content)
     _write_index(checkpoint, job.partial, weight_map, total)
     _write_config(checkpoint, checked, job.partial)
     job.publish()
     for name in skipped:
-        print(f"note: {name} was not copied: weights outside of the index would still have all experts")
+        print(f"note: {name} was not copied: it is of the model with all experts")
     print(
         f"pruned to {checked.keep} of {checkpoint.routing.experts} experts: {output}, {len(weight_map)} tensors in "
         f"{files} files, {total / 1e9:.3f} GB"
@@ -192,15 +193,21 @@ def _write_one(checkpoint: MoeCheckpoint, shard: OutShard, job: _Job, bar: tqdm)
     job.finish(shard.file, written, sha256)
 
 
-def _copy_others(checkpoint: MoeCheckpoint, output: Path) -> list[str]:
-    """Tokenizer, code, README and so on, as new files whatever links the source has; returns the weights left out."""
+def _copy_others(checkpoint: MoeCheckpoint, output: Path, *, changed: bool) -> list[str]:
+    """Tokenizer, code, README and so on, as new files whatever links the source has.
+
+    Returns:
+        What was left out: weights outside of the index, and where the model `changed`, an export's manifest, which holds
+        the hashes of the files as they were.
+    """
     skipped = []
     written = {CONFIG_FILE, INDEX_FILE, PLAN_COPY, *checkpoint.files}
     for item in sorted(checkpoint.path.rglob("*")):
         name = item.relative_to(checkpoint.path)
         if not item.is_file() or str(name) in written or any(part.startswith(".") for part in name.parts[:-1]):
             continue
-        if item.suffix in WEIGHT_ENDINGS or item.name.endswith(".index.json"):
+        stale = changed and str(name) == EXPORT_MANIFEST
+        if stale or item.suffix in WEIGHT_ENDINGS or item.name.endswith(".index.json"):
             skipped.append(str(name))
             continue
         (output / name).parent.mkdir(parents=True, exist_ok=True)

@@ -211,8 +211,10 @@ def test_an_upcycled_export_is_pruned_like_its_base(tmp_path):
     state = checkpoints.state_of(config)
     state["model.layers.3.self_attn.indexer.wk.weight"] = torch.randn(8, 8)
     model = checkpoints.write(tmp_path / "model", config, state)
+    (model / "upcycle_manifest.json").write_text("{}")  # with hashes of files that will have changed
     made = prune(tmp_path, model, checkpoints.make_statistics(model, tmp_path / "s"), Wish(keep=8))
     output = MoeCheckpoint(made.output)
+    assert not (made.output / "upcycle_manifest.json").exists()
     assert sorted(output.layers) == [1, 2, 3] and "model.layers.3.self_attn.indexer.wk.weight" in output.tensors
 
 
