@@ -41,8 +41,8 @@ done
 export SEQ_LENGTH=256 INDEX_TOPK=16 INDEX_N_HEADS=4 INDEX_HEAD_DIM=32 DSA_LAYERS=2 DSA_INIT=identity
 export MICRO_BATCH_SIZE=8 GLOBAL_BATCH_SIZE=8 NPROC=1 NNODES=1 BF16=0 DTYPE=float32
 export WEIGHT_DECAY=0 INDEXER_LR="" MOE_AUX_LOSS_COEFF=0 LOG_INTERVAL=10 KEEP_LAST=1
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}"
-export OMP_NUM_THREADS DEVICE="${DEVICE:-}" DRY_RUN="${DRY_RUN:-0}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Shapes are small: a second thread gains nothing, and on a busy machine threads stall on each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" DEVICE="${DEVICE:-}" DRY_RUN="${DRY_RUN:-0}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # In a log file, progress bars are a line every ten seconds.
 [[ -t 2 ]] || export TQDM_MININTERVAL="${TQDM_MININTERVAL:-10}"
 # Machines without a home directory: libraries want somewhere to write their caches.
@@ -57,7 +57,6 @@ if [[ "$MODE" == fast ]]; then
   PRETRAIN_RECIPE+=(TRAIN_ITERS=6 LR_WARMUP_ITERS=1 INDEXER_WARMUP_ITERS=3 EVAL_INTERVAL=3 EVAL_ITERS=1 LOG_INTERVAL=1)
   SFT_RECIPE+=(TRAIN_ITERS=6 LR_WARMUP_ITERS=1 INDEXER_WARMUP_ITERS=3 EVAL_INTERVAL=3 EVAL_ITERS=1 LOG_INTERVAL=1)
   DEMO_FLAGS=(--fast) EVALUATE_FLAGS=(--limit 20)
-  export OMP_NUM_THREADS=1 # a machine that is busy with other work stalls on threads that wait for each other
 fi
 
 bash "$ROOT/examples/setup_env.sh"
