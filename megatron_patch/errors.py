@@ -1,5 +1,6 @@
 """How a run ends badly: one line for the user, one exit code that scripts can rely on."""
 
+import errno
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ EXIT_OK = 0
 EXIT_INTERNAL = 1
 EXIT_USER = 2
 EXIT_NON_FINITE = 3
+EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells say
 
 # How long a rank leaves the word to its machine's first one, which most likely says the same.
 OTHERS_SPEAK_FIRST = 5.0
@@ -44,6 +46,9 @@ def run(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `| head` has seen enough; Python's own last flush would complain once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
     except Exception as error:
         line = as_line(error)
         if line is None:
@@ -61,6 +66,8 @@ def as_line(error: Exception) -> UserError | NonFiniteError | None:
         return error
     if isinstance(error, OSError) and error.filename is not None:  # about a path that the user could mend
         return UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return UserError(f"the output needs space that can be written: {error.strerror}; free some, or give another path")
     return None
 
 

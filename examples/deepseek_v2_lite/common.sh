@@ -64,7 +64,7 @@ run_or_print() {
     printf '%q ' "$@"
     echo
   else
-    "$@"
+    attend command "$@"
   fi
 }
 

@@ -8,7 +8,7 @@
 # STATS      statistics that are there already (of observe_vllm.sh, observe_sglang.sh or merged), instead of DATA
 # KEEP       experts that each layer keeps; CRITERION: frequency (default), gate_sum, reap
 # SUITE      folder of tasks to score before and after; without it nothing is scored
-# OUTPUT     default: runs/prune. A second run reuses what is done there
+# OUTPUT     default: runs/prune. A second run with the same settings reuses what is done there
 # Whether KEEP is feasible is checked first. More flags go to `dsa-upcycle prune plan`: prune.sh --groups flatten
 # DRY_RUN=1 prints the commands.
 set -euo pipefail
@@ -26,6 +26,12 @@ where=() rows=()
 command="$(tool dsa-upcycle)"
 run_or_print "$command" prune plan --model "$MODEL" --keep "$KEEP" --check-only "$@"
 
+wanted="MODEL=$MODEL KEEP=$KEEP CRITERION=$CRITERION STATS=$STATS DATA=${DATA:-} CHAT=${CHAT:-0} GENERATE=$GENERATE $*"
+if [[ -f "$OUTPUT/settings" && "$(cat "$OUTPUT/settings")" != "$wanted" ]]; then
+  fail "$OUTPUT is of other settings ($(cat "$OUTPUT/settings")): give another OUTPUT, or remove it"
+fi
+[[ "$DRY_RUN" == 1 ]] || { mkdir -p "$OUTPUT" && echo "$wanted" > "$OUTPUT/settings"; }
+
 if [[ -z "$STATS" ]]; then
   need DATA "one or more files of JSON lines"
   STATS="$OUTPUT/statistics.safetensors"
@@ -40,7 +46,9 @@ if [[ ! -f "$OUTPUT/plan.json" ]]; then
     --output "$OUTPUT/plan.json"
 fi
 if [[ ! -f "$OUTPUT/model/config.json" ]]; then
-  run_or_print "$command" prune apply --model "$MODEL" --plan "$OUTPUT/plan.json" --output "$OUTPUT/model"
+  resume=()
+  [[ ! -d "$OUTPUT/.model.partial-prune" ]] || resume=(--resume) # of a run that was killed
+  run_or_print "$command" prune apply --model "$MODEL" --plan "$OUTPUT/plan.json" "${resume[@]}" --output "$OUTPUT/model"
 fi
 run_or_print "$command" prune verify --model "$MODEL" --pruned "$OUTPUT/model" --plan "$OUTPUT/plan.json"
 if [[ ! -d "$OUTPUT/report" ]]; then

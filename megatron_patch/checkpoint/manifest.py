@@ -183,10 +183,11 @@ def iteration_directory(save: str | Path, iteration: int | None = None) -> Path:
                 f"a --save directory has {LATEST_FILE}: {there}; give the --save directory of a run"
             ) from None
         except ValueError:
-            raise UserError(f"{LATEST_FILE} must hold a number: that of {save} does not; give --iteration") from None
+            raise UserError(f"{LATEST_FILE} must hold a number: that of {save} does not; write in one of those: {there}") from None
     directory = iteration_path(save, iteration)
     if not directory.is_dir():
         raise UserError(
-            f"the iteration must have been saved: {iteration} was not, {there}; give --iteration one of them"
+            f"the iteration must have been saved: {iteration} was not, {there}; export takes another by --iteration, training by its "
+            f"number in {LATEST_FILE}"
         )
     return directory

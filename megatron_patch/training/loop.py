@@ -16,7 +16,7 @@ from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
 from megatron_patch.model.freeze import frozen_sha256, trained_sha256
-from megatron_patch.training.setup import Run, set_up
+from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
 from megatron_patch.training.state import training_state
 from megatron_patch.training.step import StepResult
@@ -39,7 +39,7 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
     """
     stop = StopRequest(settings.steps.exit_duration_in_mins)  # first: a signal while the base loads is not lost
     try:
-        with ranks.one_reason():
+        with ranks.one_reason(), hold_save(settings):
             run = set_up(settings, kind, device)
             with contextlib.closing(run.metrics):
                 return _train(run, stop)
@@ -52,7 +52,7 @@ def _train(run: Run, stop: StopRequest) -> int:
     steps = settings.steps
     recent: deque[StepResult] = deque(maxlen=steps.log_interval)
     failures, saved_at = 0, progress.iteration if settings.resumes_in_place else None
-    reason = stop.reason(run.device)
+    started_at, reason = progress.iteration, stop.reason(run.device)
     if progress.iteration == 0 and reason is None:
         _evaluate(run)
     with _profiler(run) as profiler, _bar(run) as bar:
@@ -89,7 +89,8 @@ def _train(run: Run, stop: StopRequest) -> int:
     if recent:
         _log(run, recent, rate)
     reason = reason or stop.reason(run.device)
-    if steps.eval_interval and progress.iteration % steps.eval_interval and reason is None:
+    unevaluated = progress.iteration > started_at and steps.eval_interval and progress.iteration % steps.eval_interval
+    if unevaluated and reason is None:
         _evaluate(run)  # who asked for a stop wants the checkpoint now
     if saved_at != progress.iteration:
         _save(run)

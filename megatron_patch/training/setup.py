@@ -1,5 +1,6 @@
 """From settings to a run that is ready to step: every check that can be made before training is made here."""
 
+import contextlib
 import json
 import os
 import platform
@@ -24,7 +25,9 @@ from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
+from megatron_patch.io.lock import only_writer
 from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
 from megatron_patch.model.dsa_state import DsaState
@@ -39,6 +42,8 @@ from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_patch.training.state import restore_training_state
 from megatron_patch.training.step import TrainStep
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass
@@ -87,6 +92,14 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     return _assemble(settings, kind, arch, device, model, state, identity)
 
 
+def hold_save(settings: TrainSettings) -> contextlib.AbstractContextManager:
+    """Rank 0 keeps other runs off --save for as long as this one lasts."""
+    save = settings.output.save
+    if os.environ.get("RANK", "0") != "0" or (save.exists() and not save.is_dir()):
+        return contextlib.nullcontext()
+    return only_writer(save, "--save")
+
+
 def _dsa_settings(settings: TrainSettings, arch: Architecture) -> DsaSettings:
     dsa = DsaSettings(settings.model.index_topk, settings.model.index_n_heads, settings.model.index_head_dim)
     if dsa.index_head_dim < arch.qk_rope_head_dim:
@@ -121,11 +134,27 @@ def _check_output(settings: TrainSettings) -> None:
             iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
+    if load is not None:
+        _check_same_run(settings)
     if settings.resumes_in_place:
         return
     if save.is_dir() and any(save.iterdir()):
         resume = f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
         raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
+
+
+def _check_same_run(settings: TrainSettings) -> None:
+    """What a resumed run cannot change without becoming another one; the rest of its flags may differ."""
+    file = settings.start.load / CONFIG_FILE
+    if not file.is_file():
+        return
+    before, now = read_json(file).get("settings", {}), _as_json(settings)
+    for name in ("optimizer", "bf16", "seed"):
+        if name in before and before[name] != now[name]:
+            raise UserError(
+                f"a resumed run keeps its --{name}: {settings.start.load} has {before[name]}, the command line {now[name]}; "
+                "give the old value, or start from its weights with --pretrained-checkpoint"
+            )
 
 
 def _check_launch() -> None:
@@ -248,6 +277,11 @@ def _load_start(
     if settings.start.load is not None:
         checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
         check_layout(manifest, layout, checkpoint)
+        if manifest.iteration > settings.steps.train_iters:
+            raise UserError(
+                f"--train-iters counts from the run's start: {settings.steps.train_iters} is below iteration "
+                f"{manifest.iteration}, where {settings.start.load} stands; raise it"
+            )
         return Progress(**{name: getattr(manifest, name) for name in asdict(progress)}), checkpoint
     if (start := settings.start.pretrained_checkpoint) is not None:
         if is_export(start):
@@ -263,7 +297,7 @@ def _open_output(settings: TrainSettings, identity: Identity, progress: Progress
     metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
     pattern = list(identity.layer_pattern)
     content = {"schema": 1, "kind": identity.kind, "settings": config, "layer_pattern": pattern, **_versions()}
-    atomic_write_json(settings.output.save / "config.json", content)
+    atomic_write_json(settings.output.save / CONFIG_FILE, content)
     return metrics
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -151,6 +153,54 @@ def test_a_frozen_weight_that_moved_stops_the_run(device, make_settings, text_pr
         loop._save(run)
     assert not list((tmp_path / "run").glob("iter_*"))
     run.metrics.close()
+
+
+def test_a_finished_run_resumed_again_changes_nothing(device, make_settings, text_prefix, tmp_path):
+    save = tmp_path / "run"
+    train(make_settings(save, text_prefix, eval_interval=4), PRETRAIN, device)
+    before = (save / "metrics.jsonl").read_text()
+    assert [row["iteration"] for row in rows(save, "eval")] == [0, 4, 6]
+    train(make_settings(save, text_prefix, eval_interval=4, load=save), PRETRAIN, device)
+    assert (save / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"optimizer": "muon"}, "a resumed run keeps its --optimizer: .* has adam, the command line muon"),
+        ({"seed": 7}, "a resumed run keeps its --seed: .* has 1234, the command line 7"),
+        ({"bf16": True}, "a resumed run keeps its --bf16: .* has False, the command line True"),
+        ({"train_iters": 1}, "--train-iters counts from the run's start: 1 is below iteration 2"),
+    ],
+)
+def test_a_resumed_run_stays_the_same_run(device, make_settings, text_prefix, tmp_path, flags, message):
+    save = tmp_path / "run"
+    train(make_settings(save, text_prefix, train_iters=2), PRETRAIN, device)
+    with pytest.raises(UserError, match=message):
+        train(make_settings(save, text_prefix, load=save, **flags), PRETRAIN, device)
+
+
+def test_two_runs_into_one_save_are_refused(device, make_settings, text_prefix, tmp_path):
+    """The other holder is a process of its own, as an orphan of a killed script is; its end frees the directory."""
+    save = tmp_path / "run"
+    train(make_settings(save, text_prefix, train_iters=1), PRETRAIN, device)
+    code = f"""
+import pathlib, sys
+from megatron_patch.io.lock import only_writer
+with only_writer(pathlib.Path({str(save)!r}), "--save"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        settings = make_settings(save, text_prefix, load=save)
+        with pytest.raises(UserError, match=r"one run at a time writes to --save: .* is in use by another process"):
+            train(settings, PRETRAIN, device)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert train(settings, PRETRAIN, device) == 0
 
 
 def poison(monkeypatch, bad_steps):
