@@ -175,8 +175,8 @@ def _nothing(w: World) -> None: ...
 
 START = "pretrained-checkpoint"
 CHECKPOINTS: dict[str, Case] = {
-    "latest names a missing iteration": _checkpoint(_latest("99"), r"99 was not, .* has \[20\]; give --iteration"),
-    "latest is no number": _checkpoint(_latest("soon"), "must hold a number: .* give --iteration"),
+    "latest names a missing iteration": _checkpoint(_latest("99"), r"99 was not, .* has \[20\]; export takes another"),
+    "latest is no number": _checkpoint(_latest("soon"), r"must hold a number: .* write in one of those: .* has \[20\]"),
     "no such iteration": _checkpoint(_nothing, r"7 was not, .* has \[20\]", "--iteration", "7"),
     "no latest file": _checkpoint(lambda w: (w.iteration.parent / "latest_checkpointed_iteration.txt").unlink(), "has latest_"),
     "no manifest": _checkpoint(lambda w: (w.iteration / "manifest.json").unlink(), "must hold manifest.json: .* has none"),
