@@ -13,32 +13,28 @@ import json
 import random
 import statistics as stdlib_statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import tyro
-from torch import Tensor
 
 from megatron_patch.demo.corpus import load_corpus
 from megatron_patch.demo.demo_data import write_jsonl
 from megatron_patch.demo.tasks import TASKS, conversation
-from megatron_patch.evaluation.ablations import WITH
-from megatron_patch.evaluation.encode import Example, encode_rows
+from megatron_patch.evaluation.encode import encode_documents, encode_rows
+from megatron_patch.evaluation.lm_eval_tasks import write_lm_eval_tasks
 from megatron_patch.evaluation.loading import inspect_directory, load_common_tokenizer, load_model
-from megatron_patch.evaluation.scores import exact_matches
+from megatron_patch.evaluation.scores import score_task, wrap_model
 from megatron_patch.evaluation.suite import read_suite
+from megatron_patch.pruning.criteria import scores, select
 from megatron_patch.pruning.masked import masked
 from megatron_patch.pruning.observe import Settings, run
 from megatron_patch.pruning.statistics import SourceStatistics, Statistics
+from megatron_patch.pruning.wish import CRITERIA
 
-CRITERIA = {
-    "frequency": lambda s: s.count.double(),
-    "gate_sum": lambda s: s.gate_sum,
-    "reap": lambda s: s.gate_norm_sum / s.count.clamp(min=1),
-}
 CALIBRATION_SEED = 7
 Kept = dict[int, list[int]]
 
@@ -80,52 +76,57 @@ def observed(base: Path, conversations: int) -> Statistics:
         return Statistics.load(Path(folder) / "statistics.safetensors")
 
 
-def best(layers: tuple[int, ...], scores_LE: Tensor, keep: int) -> Kept:
-    """The `keep` experts of the highest score in each layer; the lower id of equal ones."""
-    order = scores_LE.sort(dim=1, descending=True, stable=True).indices[:, :keep]
-    return {layer: sorted(row) for layer, row in zip(layers, order.tolist(), strict=True)}
-
-
 def at_random(layers: tuple[int, ...], experts: int, keep: int, seed: int) -> Kept:
     rng = random.Random(seed)
     return {layer: sorted(rng.sample(range(experts), keep)) for layer in layers}
 
 
 class Scorer:
-    """Exact match of one model per task, with masked routers."""
+    """Exact match of one model per task, with masked routers, through lm-eval as `evaluate` scores."""
 
-    def __init__(self, base: Path, rows: int):
-        self.model = load_model(inspect_directory(base))
+    def __init__(self, base: Path, rows: int, folder: Path):
         tokenizer = load_common_tokenizer(base, base)
         suite = read_suite(base / "demo_data" / "suite", rows)
-        self.tasks: dict[str, list[Example]] = {
-            task.name: encode_rows(tokenizer, task.rows) for task in suite.tasks if task.taught_to_base
-        }
+        encoded = [encode_rows(tokenizer, task.rows) for task in suite.tasks]
+        documents = encode_documents(tokenizer, suite.held_out)
+        self.model = load_model(inspect_directory(base))
+        self.lm = wrap_model(self.model, tokenizer, batch_size=25)
+        self.files = write_lm_eval_tasks(folder, suite, encoded, documents, tokenizer.eos_token)
+        named = zip(suite.tasks, self.files.exact, strict=True)
+        self.tasks = {task.name: name for task, name in named if task.taught_to_base}
 
     def score(self, kept: Mapping[str, Kept]) -> dict[str, float]:
         """Task -> exact match with that task's kept experts; an empty set is the whole model."""
         found = {}
-        for name, examples in self.tasks.items():
-            with masked(self.model, kept[name]):
-                found[name] = float(exact_matches(self.model, examples, batch_size=25)[WITH].mean())
+        for task, name in self.tasks.items():
+            with masked(self.model, kept[task]):
+                found[task] = float(score_task(self.lm, self.files, name).mean())
         return found
 
 
 def main(arguments: Arguments) -> None:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(arguments, Scorer(arguments.base, arguments.rows, Path(folder)))
+
+
+def measure(arguments: Arguments, scorer: Scorer) -> None:
     seen = observed(arguments.base, arguments.conversations)
-    scorer = Scorer(arguments.base, arguments.rows)
     names = list(scorer.tasks)
     whole = scorer.score({name: {} for name in names})
     print(f"whole base: {', '.join(f'{name} {value:.2f}' for name, value in whole.items())}", flush=True)
+    unknown = [name for name in names if not whole[name]]
+    if unknown:
+        raise SystemExit(f"error: a base to prune must know its tasks: it scores 0 on {', '.join(unknown)}; train it without --fast")
 
     def relative(kept: Mapping[str, Kept]) -> Relative:
-        scores = scorer.score(kept)
-        mean = stdlib_statistics.mean(scores.values()) / stdlib_statistics.mean(whole.values())
-        return Relative(mean, min(scores[name] / whole[name] for name in names))
+        left = scorer.score(kept)
+        mean = stdlib_statistics.mean(left.values()) / stdlib_statistics.mean(whole.values())
+        return Relative(mean, min(left[name] / whole[name] for name in names))
 
     def chosen(source: SourceStatistics, criterion: str, keep: int) -> Kept:
-        return best(seen.layers, CRITERIA[criterion](source), keep)
+        rows_LE = scores(source, criterion)
+        return {layer: select(row_E, keep) for layer, row_E in zip(seen.layers, rows_LE, strict=True)}
 
     rows: list[dict[str, list[Relative]]] = []
     everything = seen.combined()
@@ -139,12 +140,36 @@ def main(arguments: Arguments) -> None:
         rows.append(row)
         print(f"{keep} of {seen.num_experts} done", flush=True)
     if arguments.json is not None:
-        figures = {str(keep): row for keep, row in zip(arguments.keep, rows, strict=True)}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"whole": whole, "kept": figures}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(entries(arguments.keep, rows), indent=2) + "\n")
     kept = [f"{keep} of {seen.num_experts}" for keep in arguments.keep]
     print_table("mean over tasks", kept, [{k: [r.mean for r in v] for k, v in row.items()} for row in rows])
     print_table("worst task", kept, [{k: [r.worst for r in v] for k, v in row.items()} for row in rows])
+
+
+def entries(keeps: Sequence[int], rows: Sequence[dict[str, list[Relative]]]) -> list[dict]:
+    """As every benchmark writes them: a criterion against random keeping, whose mean and extremes over draws are given."""
+    found = []
+    for keep, row in zip(keeps, rows, strict=True):
+        for measure in Relative._fields:
+            draws = [getattr(draw, measure) for draw in row["random"]]
+            theirs = stdlib_statistics.mean(draws)
+            for criterion in [name for name in row if name != "random"]:
+                ours = getattr(row[criterion][0], measure)
+                found.append(
+                    {
+                        "name": f"prune_demo/{measure}/{criterion}/keep={keep}",
+                        "unit": "share of the whole base's score",
+                        "ours": ours,
+                        "theirs": theirs,
+                        "ratio": ours / theirs if theirs else None,
+                        "goal": None,
+                        "repeats": len(draws),
+                        "spread": max(draws) - min(draws),
+                        "versions": {"torch": torch.__version__},
+                    }
+                )
+    return found
 
 
 def print_table(title: str, kept: list[str], rows: list[dict[str, list[float]]]) -> None:

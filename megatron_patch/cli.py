@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_patch import __version__, cli_prune, errors, flags
-from megatron_patch.errors import UserError
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.planning.layout import PlanParallel
 
@@ -251,15 +250,13 @@ def usage() -> str:
     """The text of `dsa-upcycle --help`."""
     summaries = {name: command.__doc__.splitlines()[0] for name, command in COMMANDS.items()}
     summaries |= {name: group.SUMMARY for name, group in GROUPS.items()}
-    width = max(map(len, summaries))
-    rows = [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
     return "\n".join(
         [
             f"{PROG} {__version__}: DeepSeek-V2-Lite with DSA layers, from a checkpoint to its scores",
             "",
             f"usage: {PROG} <command> [flags]        {PROG} <command> --help",
             "",
-            *rows,
+            *flags.command_rows(summaries),
             "",
             "Training itself is `torchrun pretrain_upcycle.py` and `torchrun sft_upcycle.py`; README.md shows the journey.",
         ]
@@ -281,10 +278,7 @@ def dispatch(argv: Sequence[str]) -> int | None:
     name, rest = argv[0], argv[1:]
     if name in GROUPS:
         return GROUPS[name].dispatch(rest)
-    if name not in COMMANDS:
-        known = [*COMMANDS, *GROUPS]
-        raise UserError(f"unknown command {name}; {flags.did_you_mean(name, known)}commands: {', '.join(known)}")
-    return flags.parse(COMMANDS[name], rest, f"{PROG} {name}")()
+    return flags.call_command(name, rest, COMMANDS, PROG, others=GROUPS)
 
 
 def main() -> None:

@@ -245,8 +245,7 @@ COMMANDS = {"observe": Observe, "plan": Plan, "apply": Apply, "verify": Verify, 
 
 def usage() -> str:
     """The text of `dsa-upcycle prune --help`."""
-    width = max(map(len, COMMANDS))
-    rows = [f"  {name:<{width}}  {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    rows = flags.command_rows({name: command.__doc__.splitlines()[0] for name, command in COMMANDS.items()})
     return "\n".join([f"usage: {PROG} <command> [flags]        {PROG} <command> --help", "", *rows])
 
 
@@ -259,9 +258,4 @@ def dispatch(argv: Sequence[str]) -> int | None:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return errors.EXIT_OK if argv else errors.EXIT_USER
-    name, rest = argv[0], argv[1:]
-    if name not in COMMANDS:
-        raise UserError(
-            f"unknown command prune {name}; {flags.did_you_mean(name, COMMANDS)}commands: {', '.join(COMMANDS)}"
-        )
-    return flags.parse(COMMANDS[name], rest, f"{PROG} {name}")()
+    return flags.call_command(argv[0], argv[1:], COMMANDS, PROG)

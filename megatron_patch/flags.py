@@ -11,7 +11,7 @@ import difflib
 import io
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import tyro
@@ -84,6 +84,29 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"did you mean --lr; "`, or an empty string where nothing is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}; " if near else ""
+
+
+def call_command(name: str, argv: Sequence[str], commands: Mapping[str, type], prog: str, others: Iterable[str] = ()) -> int | None:
+    """Parse `argv` for the command `name`, and call it.
+
+    Args:
+        commands: dataclasses that can be called, by name; `others` are names that the caller knows beside them.
+        prog: what stands before the name in messages and help.
+
+    Raises:
+        UserError: no such command or flag, or the command refuses its input.
+    """
+    if name not in commands:
+        known = [*commands, *others]
+        typed = f"{prog.partition(' ')[2]} {name}".strip()  # without the program's own name
+        raise UserError(f"unknown command {typed}; {did_you_mean(name, known)}commands: {', '.join(known)}")
+    return parse(commands[name], argv, f"{prog} {name}")()
+
+
+def command_rows(summaries: Mapping[str, str]) -> list[str]:
+    """A line of help for each command: its name, and what it does."""
+    width = max(map(len, summaries))
+    return [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
 
 
 def _refuse_unknown_flags(known: list[str], argv: Sequence[str], prog: str) -> None:

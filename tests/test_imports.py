@@ -12,13 +12,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_patch"
 
 # Each room, and the rooms that it may import from. Modules at the package's top are rooms of their own.
-FOUNDATION = {"errors", "config", "faults", "io", "ops", "statistics"}
+FOUNDATION = {"errors", "claims", "config", "faults", "io", "ops", "statistics"}
 MIDDLE = FOUNDATION | {"devices", "model"}
 UPPER = MIDDLE | {"checkpoint", "data", "planning"}
 TRAINING = UPPER | {"training"}
 REPORTS = TRAINING | {"evaluation", "diagnosis"}
 ALLOWED = {
     "errors": set(),
+    "claims": {"errors"},
     "config": {"errors"},
     "faults": set(),
     "flags": {"errors"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "checkpoint": UPPER | {"hf_model"},  # the export carries its files
     "data": UPPER,
     "planning": {"errors", "config", "model"},
-    "pruning": {"errors", "io", "hf_model"},  # an upcycled export runs with its class, not with the directory's code
+    "pruning": {"errors", "claims", "io", "hf_model"},  # an upcycled export runs with its class, not with the directory's code
     "demo": {"errors", "io", "data"},
     "training": TRAINING,
     "evaluation": REPORTS | {"hf_model"},
@@ -50,6 +51,7 @@ OUTSIDE = {
     "flags": {"tyro"},
     "cli": {"tyro"},
     "errors": set(),
+    "claims": {"rich"},
     "config": set(),
     "cli_prune": {"tyro"},
     "hf_model": {"torch", "transformers"},

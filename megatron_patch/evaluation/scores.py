@@ -92,6 +92,11 @@ def score_exact(lm: "LM", tasks: LmEvalTasks, label: str) -> HarnessScores:
     return HarnessScores(_matches(found, tasks.exact), values[tasks.documents], _perplexity(found, tasks))
 
 
+def score_task(lm: "LM", tasks: LmEvalTasks, name: str) -> Tensor:
+    """One task of `tasks.exact` alone: fp64 [rows] of 0 and 1."""
+    return _matches(_evaluate(lm, tasks, name), [name])[0]
+
+
 def score_generated(lm: "LM", tasks: LmEvalTasks) -> HarnessScores:
     """The group of `generate_until` tasks: exact answers as text; no documents."""
     return HarnessScores(_matches(_evaluate(lm, tasks, f"{tasks.group}_generate"), tasks.generated), None, None)

@@ -55,10 +55,10 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
             if not item.is_symlink():
                 if item.is_file():  # safetensors creates its files readable by the owner alone
                     item.chmod(0o666 & ~_umask())
-                _flush(item)
-        _flush(partial)
+                flush(item)
+        flush(partial)
         _swap_in(partial, path)
-        _flush(path.parent)
+        flush(path.parent)
     except BaseException:  # an interrupt too: nothing half-written may stay
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -102,7 +102,8 @@ def atomic_write_json(path: str | Path, value: object) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or a directory's table of names, is on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

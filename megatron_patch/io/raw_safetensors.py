@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import parse_json
 
 _LENGTH = 8
 _ALIGN = 8
@@ -51,7 +52,7 @@ class RawFile:
                 raise _damaged(self.path, size, "its header is cut off")
             self.header = file.read(length)
         try:
-            content = json.loads(self.header)
+            content = parse_json(self.header.decode())  # a name that stands twice would hide a tensor
             self.metadata: dict | None = content.pop("__metadata__", None)
             found = [self._tensor(name, entry, _LENGTH + length) for name, entry in content.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:

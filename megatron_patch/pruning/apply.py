@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
-from megatron_patch.io.publish import atomic_write_json, atomic_write_text, require_empty
+from megatron_patch.io.publish import atomic_write_json, atomic_write_text, flush, require_empty
 from megatron_patch.io.safetensors_dir import INDEX_FILE
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import CONFIG_FILE
@@ -133,9 +133,9 @@ class _Job:
     def publish(self) -> None:
         """Flush everything and give the directory its name; then the journal can go."""
         for item in [*self.partial.rglob("*"), self.partial]:
-            _flush(item)
+            flush(item)
         os.replace(self.partial, self.output)
-        _flush(self.output.parent)
+        flush(self.output.parent)
         self.close()
 
     def close(self) -> None:
@@ -148,14 +148,6 @@ class _Job:
         half = self.output.parent / f".{self.journal_file.name}.half"
         half.write_text(json.dumps({"schema": 1, "plan": self.plan.content, "shards": self.done}), encoding="utf-8")
         os.replace(half, self.journal_file)
-
-
-def _flush(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _require_space(plan: Plan, job: _Job) -> None:

@@ -1,9 +1,9 @@
 """config.json, read with care. Light: what is refused from it alone is refused at once, without torch."""
 
-import json
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import read_json
 
 CONFIG_FILE = "config.json"
 MTP_COUNT = "num_nextn_predict_layers"
@@ -19,7 +19,7 @@ def read_config(path: Path) -> dict:
     if not file.is_file():
         raise UserError(f"a model directory must hold {CONFIG_FILE}: {file} does not exist; give the model's directory")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         if not isinstance(config, dict):
             raise ValueError("it is no object")
     except ValueError as error:

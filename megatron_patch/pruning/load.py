@@ -7,7 +7,8 @@ import torch
 
 from megatron_patch.errors import UserError
 from megatron_patch.io.safetensors_dir import SafetensorsDir
-from megatron_patch.pruning.moe_layers import CLASSES, read_config, read_moe_layers
+from megatron_patch.pruning.config_json import read_config
+from megatron_patch.pruning.moe_layers import CLASSES, read_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,11 +1,10 @@
 """Which layers of a model are mixtures of experts, read from its config.json."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_patch.errors import UserError
+from megatron_patch.pruning.config_json import read_config
 
 # transformers' class by model_type. Named, not found through auto_map: a published checkpoint may bring code of its own,
 # which is never run.
@@ -34,24 +33,6 @@ class MoeLayers:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a model's directory.
-
-    Raises:
-        UserError: none there, or no JSON object.
-    """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise UserError(f"a model's directory has a config.json: {directory} has none; check --model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"config.json must be JSON: {path}: {error}; download or copy it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"config.json must be an object: {path} is {type(config).__name__}; download or copy it again")
-    return config
 
 
 def read_moe_layers(directory: str | Path) -> MoeLayers:

@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
+from megatron_patch.pruning.config_json import read_config
 from megatron_patch.pruning.hooks import ExpertObserver
 from megatron_patch.pruning.load import DTYPES, check_device, load_model, load_tokenizer
-from megatron_patch.pruning.moe_layers import MoeLayers, read_config, read_moe_layers
+from megatron_patch.pruning.moe_layers import MoeLayers, read_moe_layers
 from megatron_patch.pruning.prompts import TEXT_KEY, Encoded, encode_file
 from megatron_patch.pruning.statistics import (
     SourceStatistics,

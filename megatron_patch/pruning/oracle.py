@@ -16,16 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_patch.errors import UserError
 from megatron_patch.pruning.config_json import read_config
+from megatron_patch.pruning.moe_layers import CLASSES
 
 _NEG_INF = float("-inf")
-# By name, not through auto_map: code of a model's directory never runs.
-CLASSES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "deepseek_v4": "DeepseekV4ForCausalLM",
-}
-
 
 class _MaskedLinear(TorchFunctionMode):
     """Inside, the result of a linear map is -inf in the dropped columns."""

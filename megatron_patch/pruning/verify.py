@@ -1,30 +1,18 @@
 """Is a pruned checkpoint what its plan says? Read anew from both directories, not from what `apply` remembers."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from megatron_patch.errors import EXIT_OK, EXIT_USER, UserError
+from megatron_patch.claims import all_hold, examine, print_table, say_failures
+from megatron_patch.errors import EXIT_OK, EXIT_USER
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.pruning import verify_checks
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.plan_file import read_plan
-from megatron_patch.pruning.verify_checks import Failed, Pair, Skipped
+from megatron_patch.pruning.verify_checks import Pair
 
 SCHEMA = 1
-OK, FAIL, SKIPPED = "ok", "FAIL", "skipped"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One claim about a pruned checkpoint."""
-
-    name: str
-    status: str
-    detail: str
 
 
 def run(
@@ -64,11 +52,11 @@ def run(
         ("config", lambda: verify_checks.config(pair)),
         ("other files", lambda: verify_checks.other_files(pair)),
     ]
-    checks = [_run(name, claim) for name, claim in claims]
-    sound = all(item.status != FAIL for item in checks)
-    checks.append(_run("masked oracle", lambda: verify_checks.logits(pair, logits, sound, max_model_gb)))
-    passed = all(item.status != FAIL for item in checks)
-    _print(pair.path, checks, passed)
+    checks = [examine(name, claim) for name, claim in claims]
+    sound = all_hold(checks)
+    checks.append(examine("masked oracle", lambda: verify_checks.logits(pair, logits, sound, max_model_gb)))
+    passed = all_hold(checks)
+    print_table(f"verify {pair.path}", checks)
     if json_file is not None:
         content = {
             "schema": SCHEMA,
@@ -76,25 +64,7 @@ def run(
             "checks": [asdict(item) for item in checks],
         }
         atomic_write_json(json_file, content)
-    return EXIT_OK if passed else EXIT_USER
-
-
-def _run(name: str, claim: Callable[[], str]) -> Check:
-    try:
-        return Check(name, OK, claim())
-    except Skipped as reason:
-        return Check(name, SKIPPED, str(reason))
-    except (Failed, UserError) as reason:
-        return Check(name, FAIL, str(reason))
-
-
-def _print(path: Path, checks: list[Check], passed: bool) -> None:
-    table = Table(title=f"verify {path}", title_justify="left")
-    for column in ("check", "result", "detail"):
-        table.add_column(column, overflow="fold")
-    colours = {OK: "green", FAIL: "bold red", SKIPPED: "yellow"}
-    for item in checks:
-        table.add_row(item.name, f"[{colours[item.status]}]{item.status}[/]", item.detail.replace("[", r"\["))
-    console = Console()
-    console.print(table)
-    console.print("verdict: " + ("pass" if passed else "FAIL"), style="bold")
+    if passed:
+        return EXIT_OK
+    say_failures(f"a pruned checkpoint ({pair.path})", checks, "apply the plan again")
+    return EXIT_USER

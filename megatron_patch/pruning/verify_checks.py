@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron_patch.claims import Failed, Skipped
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir
 from megatron_patch.pruning import oracle, tid2eid
@@ -22,14 +23,6 @@ TOLERANCE = 1e-5  # of logits in fp32: the sums over experts are the same, matri
 _TOKENS = 32
 _CHUNK = 8 << 20
 _FLOATS = {"F32", "BF16", "F16"}
-
-
-class Failed(Exception):
-    """A claim does not hold; the message says how."""
-
-
-class Skipped(Exception):
-    """A check does not apply; the message says why."""
 
 
 @dataclass

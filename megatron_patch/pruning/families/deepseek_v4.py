@@ -6,39 +6,30 @@ per 32) or FP8; MTP layers have names of their own. `compress_ratios` may be lon
 Source: transformers' modeling_deepseek_v4.py and conversion_mapping.py.
 """
 
+from dataclasses import replace
+
 from .family import Family, Naming
 
-_MATRICES = ("w1", "w2", "w3")
 _NATIVE = Naming(
     name="layers.N.ffn",
     layer=r"layers\.(\d+)\.",
     mtp=r"mtp\.(\d+)\.",
     moe="ffn.",
-    projections=_MATRICES,
+    projections=("w1", "w2", "w3"),
     router="gate.weight",
     bias="gate.bias",
     table="gate.tid2eid",
 )
 # Copies with a `model.` prefix are in circulation; the source's way is written again.
-_PREFIXED = Naming(
-    name="model.layers.N.ffn",
-    layer=r"model\.layers\.(\d+)\.",
-    mtp=r"(?:model\.)?mtp\.(\d+)\.",
-    moe="ffn.",
-    projections=_MATRICES,
-    router="gate.weight",
-    bias="gate.bias",
-    table="gate.tid2eid",
+_PREFIXED = replace(
+    _NATIVE, name="model.layers.N.ffn", layer=r"model\.layers\.(\d+)\.", mtp=r"(?:model\.)?mtp\.(\d+)\."
 )
-_HF = Naming(
+_HF = replace(
+    _PREFIXED,
     name="model.layers.N.mlp",
-    layer=r"model\.layers\.(\d+)\.",
-    mtp=r"(?:model\.)?mtp\.(\d+)\.",
     moe="mlp.",
     projections=("gate_proj", "up_proj", "down_proj"),
-    router="gate.weight",
     bias="gate.e_score_correction_bias",
-    table="gate.tid2eid",
 )
 FAMILY = Family(
     model_type="deepseek_v4",
