@@ -1,6 +1,5 @@
 """`dsa-upcycle evaluate`: score a model beside its base and write recovery.json, recovery.md and recovery.png."""
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from megatron_patch.evaluation.scores import require_lm_eval
 from megatron_patch.evaluation.suite import read_suite
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, atomic_write_text, require_empty
+from megatron_patch.io.strict_json import read_json
 
 KINDS = (recovery.UPCYCLE, recovery.PRUNE)
 TASKS = "lm_eval"  # in the output: the suite as lm-eval's tasks
@@ -270,7 +270,7 @@ def _base_in_manifest(export: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["base"]["sha256"])
+        return str(read_json(file)["base"]["sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{MANIFEST_FILE} must name the base: {file}: {error!r}; export it again") from None
 

@@ -9,7 +9,6 @@ heldout.jsonl  {"text": "..."}                                                  
 """
 
 import difflib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from megatron_patch.data.conversations import Message, parse_conversation
 from megatron_patch.data.readers import check_inputs, missing_key, parse_row, read_chunks, type_name
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import read_json
 
 SCHEMA = 1
 SUITE_FILE = "suite.json"
@@ -162,12 +162,12 @@ def _file(entry: dict[str, Any], directory: Path, where: str) -> Path:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"a suite is a directory with a {SUITE_FILE}: {str(path.parent)!r} has none; give such a directory"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{SUITE_FILE} must be JSON: {path}: {error}; mend it") from None
 
 

@@ -1,10 +1,10 @@
 """plan.json: which experts stay, read back and checked against the checkpoint that it is for."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import MTP_COUNT
 
@@ -46,7 +46,7 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
     if not path.is_file():
         raise UserError(f"--plan must be a file of `prune plan`: {path} does not exist; make it first")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, this release reads {SCHEMA}")
         kept = {int(number): [int(e) for e in layer["kept"]] for number, layer in content["layers"].items()}

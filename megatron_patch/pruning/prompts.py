@@ -1,6 +1,5 @@
 """Calibration data: rows of JSON lines -> token ids, as a rollout would see them."""
 
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron_patch.errors import UserError
+from megatron_patch.io.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +85,8 @@ def _rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    row = parse_json(line)
+                except ValueError as error:
                     raise UserError(f"{path}:{number}: a line must be a JSON object: {error}; mend it") from None
                 if not isinstance(row, dict):
                     raise UserError(f"{path}:{number}: a line must be a JSON object: it is {type(row).__name__}; mend it")

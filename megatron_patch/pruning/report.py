@@ -3,7 +3,6 @@
 Shape letters: L MoE layers, E experts of a layer.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_directory, atomic_write_text, require_empty
+from megatron_patch.io.strict_json import read_json
 from megatron_patch.pruning.statistics import Statistics
 
 HEAT_MAP, COVERAGE, PAGE = "heatmap.png", "coverage.png", "report.md"
@@ -59,7 +59,7 @@ def read_plan(path: str | Path, statistics: Statistics, stats_sha256: str) -> Pl
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         kept = {int(layer): [int(i) for i in entry["kept"]] for layer, entry in content["layers"].items()}
         found = Plan(path, str(content["criterion"]), int(content["keep"]), kept)
         of_stats = content["stats_sha256"]

@@ -22,7 +22,6 @@ Ids alone: no routing weights, so that only the frequency criterion can be used.
 import base64
 import binascii
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_patch.errors import EXIT_OK, UserError
+from megatron_patch.io.strict_json import parse_json
 from megatron_patch.pruning.moe_layers import MoeLayers, read_moe_layers
 from megatron_patch.pruning.observe import check_output, print_summary
 from megatron_patch.pruning.statistics import SourceStatistics, Statistics, check_source_name, model_sha256
@@ -236,8 +236,10 @@ def _jsonl(path: Path) -> Iterator[Record]:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield from _response(json.loads(line), f"{path}:{number}")
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                    yield from _response(parse_json(line), f"{path}:{number}")
+    except UserError:
+        raise
+    except ValueError as error:
         raise _damaged(path, error) from None
 
 

@@ -148,7 +148,13 @@ def _check_same_run(settings: TrainSettings) -> None:
     file = settings.start.load / CONFIG_FILE
     if not file.is_file():
         return
-    before, now = read_json(file).get("settings", {}), _as_json(settings)
+    try:
+        before, now = dict(read_json(file)["settings"]), _as_json(settings)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"a run's {CONFIG_FILE} holds its settings: {file}: {error!r}; copy it again, or start from its weights with "
+            "--pretrained-checkpoint"
+        ) from None
     for name in ("optimizer", "bf16", "seed"):
         if name in before and before[name] != now[name]:
             raise UserError(

@@ -299,7 +299,7 @@ def test_refuses_models(tiny_base, rows, tmp_path):
     make_tiny_tokenizer(small)
     with pytest.raises(UserError, match="below vocab_size"):
         observed(small, {"rows": rows}, tmp_path / "s")
-    with pytest.raises(UserError, match=r"has a config.json"):
+    with pytest.raises(UserError, match=r"must hold config\.json: .* does not exist"):
         observed(tmp_path, {"rows": rows}, tmp_path / "s")
 
 

@@ -180,6 +180,15 @@ def test_a_resumed_run_stays_the_same_run(device, make_settings, text_prefix, tm
         train(make_settings(save, text_prefix, load=save, **flags), PRETRAIN, device)
 
 
+def test_a_damaged_record_of_the_settings_is_refused(device, make_settings, text_prefix, tmp_path):
+    save = tmp_path / "run"
+    train(make_settings(save, text_prefix, train_iters=1), PRETRAIN, device)
+    for content in ("{", "[]", '{"settings": 3}', '{"settings": {"seed": 1, "seed": 2}}'):
+        (save / "config.json").write_text(content)
+        with pytest.raises(UserError, match=r"a run's config\.json holds its settings: .*; copy it again"):
+            train(make_settings(save, text_prefix, load=save), PRETRAIN, device)
+
+
 def test_two_runs_into_one_save_are_refused(device, make_settings, text_prefix, tmp_path):
     """The other holder is a process of its own, as an orphan of a killed script is; its end frees the directory."""
     save = tmp_path / "run"
