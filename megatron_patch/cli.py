@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatron_patch import __version__, cli_prune, errors, flags
+from megatron_patch import __version__, cli_parity, cli_prune, errors, flags
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.planning.layout import PlanParallel
 
@@ -243,7 +243,7 @@ COMMANDS = {
     "evaluate": Evaluate,
     "rl-report": RlReport,
 }
-GROUPS = {"prune": cli_prune}  # commands that have commands of their own
+GROUPS = {"parity": cli_parity, "prune": cli_prune}  # commands that have commands of their own
 
 
 def usage() -> str:

@@ -38,7 +38,8 @@ ALLOWED = {
     "evaluation": REPORTS | {"hf_model"},
     "diagnosis": REPORTS | {"hf_model"},
     "verl": REPORTS | {"hf_model"},
-    "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_prune"},
+    "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_parity", "cli_prune"},
+    "cli_parity": {"errors", "flags", "diagnosis"},
     "cli_prune": {"errors", "flags", "pruning"},
     "__main__": {"cli"},
 }
@@ -53,6 +54,7 @@ OUTSIDE = {
     "errors": set(),
     "claims": {"rich"},
     "config": set(),
+    "cli_parity": {"tyro"},
     "cli_prune": {"tyro"},
     "hf_model": {"torch", "transformers"},
     # matplotlib draws the report, pyarrow and numpy read what engines recorded, accelerate is optional (--device auto).

@@ -206,7 +206,7 @@ def architecture_from_config(config: dict, where: str = "config.json") -> Archit
         )
     return Architecture(
         **values,
-        rope=_read_rope(config, where),
+        rope=read_rope(config, where),
         routed_scaling=_number(config, "routed_scaling_factor", where, 1.0),
         init_std=_number(config, "initializer_range", where, 0.02),
     )
@@ -218,7 +218,7 @@ _YARN_KEYS = _ROPE_KEYS | {
 }  # fmt: skip
 
 
-def _read_rope(config: dict, where: str) -> Rope:
+def read_rope(config: dict, where: str) -> Rope:
     """Both forms: legacy `rope_scaling` + `rope_theta` (published), and `rope_parameters` (transformers 5)."""
     forms = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, value in forms.items():

@@ -1,0 +1,224 @@
+"""`dsa-upcycle parity run | dump | diff`."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_patch.diagnosis.parity import pages, records
+from megatron_patch.diagnosis.parity.ablations import ablations
+from megatron_patch.diagnosis.parity.checkpoint_side import dump_checkpoint
+from megatron_patch.diagnosis.parity.parity import FAIL, examine
+from megatron_patch.diagnosis.parity.records import DTYPES, Dump, load_dump
+from megatron_patch.diagnosis.parity.rollout import load_rollout, rollout_tokens
+from megatron_patch.diagnosis.parity.text import read_pack, token_texts
+from megatron_patch.diagnosis.parity.weights_reader import read_shape
+from megatron_patch.errors import EXIT_OK, EXIT_USER, UserError
+from megatron_patch.evaluation.loading import inspect_directory, load_model
+from megatron_patch.io.publish import atomic_directory, atomic_write_json, atomic_write_text, require_empty
+from megatron_patch.io.safetensors_dir import SafetensorsDir
+from megatron_patch.model.architecture import read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from megatron_patch.diagnosis.parity.trainer_side import Trainer
+
+REPORT = "parity.json"
+
+
+@dataclass(frozen=True)
+class How:
+    """How a side runs: `dtype` "float32" or "bfloat16", `device` None for what is there, the DSA op's `backend`."""
+
+    dtype: str
+    device: str | None = None
+    backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where the tokens come from: a text file, or a dump's own."""
+
+    text: Path | None
+    seq_length: int | None
+    documents: int = 1
+    text_key: str = "text"
+    of: Path | None = None
+
+    def read(self, tokenizer_directory: Path) -> tuple[Tensor, Tensor]:
+        """(tokens, cu_seqlens)."""
+        if (self.text is None) == (self.of is None):
+            raise UserError("tokens come from one source: give --text FILE with --seq-length N, or --tokens-of DUMP")
+        if self.of is not None:
+            if not self.of.is_dir():
+                return rollout_tokens(self.of)
+            other = load_dump(self.of)
+            return other.tokens, other.cu_seqlens
+        if self.seq_length is None:
+            raise UserError("--text needs --seq-length N, the tokens to read: longer than top-k, or the indexer is not tested")
+        pack = read_pack(self.text, tokenizer_directory, self.seq_length, self.documents, self.text_key)
+        return pack.tokens, pack.cu_seqlens
+
+
+def run(
+    checkpoint: Path,
+    hf: Path,
+    tokens: Tokens,
+    output: Path,
+    *,
+    base: Path | None,
+    iteration: int | None,
+    how: How,
+    json_file: Path | None = None,
+) -> int:
+    """Trainer against checkpoint, with ablations. Returns 0 (pass, not tested) or 2 (fail).
+
+    Raises:
+        UserError: an argument is wrong, or one of the two cannot be loaded.
+    """
+    require_empty(output)
+    trainer = _load_trainer(checkpoint, base, iteration, how)
+    ids, bounds = tokens.read(hf)
+    a = _dump_trainer(trainer, ids, bounds, how)
+    model = _load_checkpoint(hf, how)
+    b = _dump_checkpoint(model, hf, ids, bounds, how)
+    source = SafetensorsDir(hf)
+    a.weights = _digests_of_trainer(trainer, source, DTYPES[how.dtype])
+    found = examine(a, b, hf, texts=token_texts(ids, hf), max_abs=_largest_gap(trainer, source))
+    fp32 = None if how.dtype == "float32" else _fp32_gap(checkpoint, hf, base, iteration, how, ids, bounds)
+    found.report["ablations"] = ablations(a, b, model, fp32)
+    return _publish(found.report, output, json_file)
+
+
+def dump(
+    output: Path,
+    tokens: Tokens,
+    *,
+    checkpoint: Path | None,
+    hf: Path | None,
+    base: Path | None,
+    iteration: int | None,
+    how: How,
+) -> int:
+    """One side, to be compared on another machine."""
+    require_empty(output)
+    if (checkpoint is None) == (hf is None):
+        raise UserError("a dump is of one side: give --checkpoint SAVE or --hf DIR")
+    if checkpoint is not None:
+        trainer = _load_trainer(checkpoint, base, iteration, how)
+        ids, bounds = tokens.read(base or Path(trainer.manifest.base.path))
+        found = _dump_trainer(trainer, ids, bounds, how)
+    else:
+        ids, bounds = tokens.read(hf)
+        found = _dump_checkpoint(_load_checkpoint(hf, how), hf, ids, bounds, how)
+    found.save(output)
+    size = sum(item.stat().st_size for item in output.iterdir())
+    print(f"dumped {len(found.tokens)} tokens of the {found.side} ({found.source}) to {output}: {size / 1e6:.1f} MB")
+    return EXIT_OK
+
+
+def diff(
+    a: Path, b: Path, output: Path, *, hf: Path | None, row: int = 0, json_file: Path | None = None
+) -> int:
+    """Two dumps, or a dump and a rollout. With `hf` every module is judged and known faults are looked for."""
+    require_empty(output)
+    first, second = (_load_side(path, hf, row) for path in (a, b))
+    if first.side == second.side:
+        first.side, second.side = f"{first.side} A", f"{second.side} B"
+    texts = token_texts(first.tokens, hf) if hf is not None else None
+    return _publish(examine(first, second, hf, texts=texts).report, output, json_file)
+
+
+def _load_side(path: Path, hf: Path | None, row: int) -> Dump:
+    if path.is_dir():
+        return load_dump(path)
+    if hf is None:
+        raise UserError(f"a rollout needs the model that it is of: {path} is a file; add --hf DIR")
+    shape = read_shape(hf)
+    return load_rollout(path, shape.experts, int(read_config(hf).get("first_k_dense_replace") or 0), row)
+
+
+def _load_trainer(checkpoint: Path, base: Path | None, iteration: int | None, how: How) -> "Trainer":
+    from megatron_patch.devices.device import activate, initialize_distributed
+
+    device = activate(how.device)  # before megatron-core is imported
+    initialize_distributed(device, seed=0)
+    from megatron_patch.diagnosis.parity.trainer_side import load_trainer
+
+    return load_trainer(checkpoint, device, base=base, iteration=iteration, dtype=DTYPES[how.dtype], backend=how.backend)
+
+
+def _dump_trainer(trainer: "Trainer", ids: Tensor, bounds: Tensor, how: How) -> Dump:
+    from megatron_patch.diagnosis.parity.trainer_side import dump_trainer
+
+    backend = next(layer.self_attention.backend.name for layer in trainer.model.decoder.layers if hasattr(layer, "recompute"))
+    environment = _environment(trainer.device.name, "megatron-core") | {"dsa_backend": backend}
+    return dump_trainer(trainer, ids, bounds, environment, how.dtype)
+
+
+def _load_checkpoint(hf: Path, how: How) -> "PreTrainedModel":
+    place = how.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_model(inspect_directory(hf), dtype=DTYPES[how.dtype], device=place)
+
+
+def _dump_checkpoint(model: "PreTrainedModel", hf: Path, ids: Tensor, bounds: Tensor, how: How) -> Dump:
+    environment = _environment(model.device.type, "transformers")
+    topk = read_shape(hf).index_topk
+    return dump_checkpoint(model, hf, ids, bounds, topk=topk, environment=environment, dtype=how.dtype)
+
+
+def _environment(device: str, library: str) -> dict[str, str]:
+    return {"device": device, "python": platform.python_version(), "torch": torch.__version__, library: version(library)}
+
+
+def _digests_of_trainer(trainer: "Trainer", source: SafetensorsDir, dtype: torch.dtype) -> dict[str, str]:
+    """In the coarser of the directory's dtype and the run's: fp32 weights in a bf16 directory are rounded, not wrong."""
+    return {
+        key: records.digest(view.to(_coarser(source.dtype(key), dtype)) if key in source else view)
+        for key, view, _ in trainer.hf_tensors()
+    }
+
+
+def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return a if torch.finfo(a).eps >= torch.finfo(b).eps else b
+
+
+def _largest_gap(trainer: "Trainer", source: SafetensorsDir) -> float:
+    """The largest difference of a trained value between the trainer and the directory."""
+    gaps = [
+        float((view.cpu().double() - source.load(key).double()).abs().max())
+        for key, view, trains in trainer.hf_tensors()
+        if trains and key in source and source.shape(key) == tuple(view.shape)
+    ]
+    return max(gaps, default=0.0)
+
+
+def _fp32_gap(
+    checkpoint: Path, hf: Path, base: Path | None, iteration: int | None, how: How, ids: Tensor, bounds: Tensor
+) -> float:
+    """Largest difference of log-probs with both sides in fp32."""
+    from megatron_patch.diagnosis.parity.checkpoint_side import run_model
+    from megatron_patch.diagnosis.parity.trainer_side import dump_trainer
+
+    wide = How("float32", how.device, how.backend)
+    ours = dump_trainer(_load_trainer(checkpoint, base, iteration, wide), ids, bounds, {}, "float32")
+    theirs = run_model(_load_checkpoint(hf, wide), ids, bounds)
+    return float((ours.tensors["log_probs"] - theirs["log_probs"]).abs().max())
+
+
+def _publish(report: dict[str, Any], output: Path, json_file: Path | None) -> int:
+    with atomic_directory(output) as folder:
+        atomic_write_json(folder / REPORT, report)
+        atomic_write_text(folder / pages.PAGE, pages.markdown(report))
+        pages.write_figure(report, folder / pages.FIGURE)
+    if json_file is not None:
+        atomic_write_json(json_file, report)
+    for line in pages.console_lines(report):
+        print(line)
+    print(f"report: {output / pages.PAGE}")
+    return EXIT_USER if report["verdict"] == FAIL else EXIT_OK
