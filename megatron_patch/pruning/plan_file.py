@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megatron_patch.errors import UserError
 from megatron_patch.io.strict_json import read_json
+from megatron_patch.pruning import tid2eid
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import MTP_COUNT
 
@@ -77,6 +81,24 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
             )
     _check(plan, path, checkpoint)
     return plan
+
+
+def planned_table(checkpoint: MoeCheckpoint, plan: Plan, number: int) -> Tensor:
+    """The table of hash layer `number` after pruning: [vocabulary, top_k] of new expert numbers.
+
+    Raises:
+        UserError: it does not come out as the plan says.
+    """
+    layer, entry = checkpoint.layers[number], plan.tid2eid[number]
+    load = torch.tensor(entry["load"], dtype=torch.float64)
+    if len(load) != checkpoint.routing.experts:
+        raise UserError(f"a plan must give the load of every expert: layer {number} has {len(load)}; make it again")
+    result = tid2eid.rewrite(checkpoint.load(layer.table), checkpoint.load(layer.router), plan.kept[number], load)
+    if tid2eid.table_sha256(result.table) != entry["sha256"]:
+        raise UserError(
+            f"{layer.table} must come out as the plan says: its hash differs; make the plan again on this machine"
+        )
+    return result.table
 
 
 def _check(plan: Plan, path: Path, checkpoint: MoeCheckpoint) -> None:
