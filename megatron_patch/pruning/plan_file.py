@@ -40,6 +40,23 @@ class Plan:
     content: dict
 
 
+def plan_of(content: dict) -> Plan:
+    """The plan that plan.json's content describes, taken apart; nothing is checked against a checkpoint.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is malformed.
+    """
+    return Plan(
+        keep=int(content["keep"]),
+        kept={int(number): [int(e) for e in layer["kept"]] for number, layer in content["layers"].items()},
+        drop_mtp=content["mtp"] == "drop",
+        groups=content["groups"],
+        config_changes={key: (old, new) for key, (old, new) in content["config_changes"].items()},
+        tid2eid={int(number): dict(entry) for number, entry in content["tid2eid"].items()},
+        content=content,
+    )
+
+
 def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
     """Read plan.json and check that it is a plan for this checkpoint.
 
@@ -53,19 +70,10 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
         content = read_json(path)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, this release reads {SCHEMA}")
-        kept = {int(number): [int(e) for e in layer["kept"]] for number, layer in content["layers"].items()}
         renumbering = {
             int(n): {int(o): new for o, new in v["old_to_new"].items()} for n, v in content["layers"].items()
         }
-        plan = Plan(
-            keep=int(content["keep"]),
-            kept=kept,
-            drop_mtp=content["mtp"] == "drop",
-            groups=content["groups"],
-            config_changes={key: (old, new) for key, (old, new) in content["config_changes"].items()},
-            tid2eid={int(number): dict(entry) for number, entry in content["tid2eid"].items()},
-            content=content,
-        )
+        plan = plan_of(content)
         model_type, sha256 = content["model_type"], content["source_index_sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--plan must be a file of `prune plan`: {path}: {error!r}; make it again") from None
@@ -74,7 +82,7 @@ def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:
             f"--plan must be for this model: {path} is for a {model_type} with index {str(sha256)[:12]}, {checkpoint.path} is a "
             f"{checkpoint.family.model_type} with {checkpoint.sha256[:12]}; plan again, or give the model it was made for"
         )
-    for number, experts in kept.items():
+    for number, experts in plan.kept.items():
         if renumbering[number] != {old: new for new, old in enumerate(experts)}:
             raise UserError(
                 f"a plan must renumber in order: layer {number} of {path} does not map kept to 0, 1, 2 ...; make it again"

@@ -36,6 +36,8 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
         )
     for key, (old, new) in content["config_changes"].items():
         console.print(f"config.json: {key} {old} -> {new}", highlight=False)
+    if "dry_run" in content:
+        _print_dry_run(console, content["dry_run"])
     for warning in content["warnings"]:
         console.print(
             f"warning ({warning['code']}): {warning['text']}",
@@ -45,3 +47,14 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
             soft_wrap=True,
         )
     print(f"plan written to {path}")
+
+
+def _print_dry_run(console: Console, entry: dict) -> None:
+    losses, perplexities = (" -> ".join(f"{value:.4f}" for value in entry[key]) for key in ("loss", "perplexity"))
+    console.print(
+        f"dry run over {entry['file']} ({entry['rows']} rows, {entry['tokens']:,} tokens, {entry['dtype']}), whole -> masked: loss "
+        f"{losses} nats per token, perplexity {perplexities}; KL(whole || masked) {entry['kl']:.4f} nats per token",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
