@@ -11,7 +11,7 @@ from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.pruning import criteria, dry_run, tid2eid
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import MTP_COUNT
-from megatron_patch.pruning.plan_file import ABSENT, SCHEMA, plan_of
+from megatron_patch.pruning.plan_file import ABSENT, DRY_RUN_KEY, SCHEMA, plan_of
 from megatron_patch.pruning.plan_report import print_plan
 from megatron_patch.pruning.plan_warnings import warnings_of
 from megatron_patch.pruning.shards import pruned_nbytes
@@ -54,7 +54,7 @@ def run(
     rows = None if dry is None else dry_run.encode(dry, model)
     content = make_plan(model, wish, stats)
     if dry is not None:
-        content["dry_run"] = dry_run.run(MoeCheckpoint(model), plan_of(content), dry, rows)
+        content[DRY_RUN_KEY] = dry_run.run(MoeCheckpoint(model), plan_of(content), dry, rows)
     atomic_write_json(output, content)
     print_plan(content, Path(output), device_memory_gb)
     return EXIT_OK

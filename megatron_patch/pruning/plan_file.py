@@ -13,6 +13,7 @@ from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import MTP_COUNT
 
 SCHEMA = 1
+DRY_RUN_KEY = "dry_run"
 ABSENT = None  # what `config_changes` has as the old value of a key that config.json lacks
 CHANGEABLE = ("n_routed_experts", MTP_COUNT, "n_group", "topk_group", "routed_scaling_factor")
 
@@ -55,6 +56,15 @@ def plan_of(content: dict) -> Plan:
         tid2eid={int(number): dict(entry) for number, entry in content["tid2eid"].items()},
         content=content,
     )
+
+
+def same_plan(content: object, other: object) -> bool:
+    """Whether two plan.json say the same; a dry run is a finding about a plan, no part of it."""
+    return isinstance(content, dict) and isinstance(other, dict) and _planned(content) == _planned(other)
+
+
+def _planned(content: dict) -> dict:
+    return {key: value for key, value in content.items() if key != DRY_RUN_KEY}
 
 
 def read_plan(path: str | Path, checkpoint: MoeCheckpoint) -> Plan:

@@ -6,6 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_patch.pruning.plan_file import DRY_RUN_KEY
+
 
 def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> None:
     """A table of the layers, the sizes and the warnings."""
@@ -36,8 +38,8 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
         )
     for key, (old, new) in content["config_changes"].items():
         console.print(f"config.json: {key} {old} -> {new}", highlight=False)
-    if "dry_run" in content:
-        _print_dry_run(console, content["dry_run"])
+    if DRY_RUN_KEY in content:
+        _print_dry_run(console, content[DRY_RUN_KEY])
     for warning in content["warnings"]:
         console.print(
             f"warning ({warning['code']}): {warning['text']}",

@@ -17,7 +17,7 @@ from megatron_patch.pruning.apply import PLAN_COPY, WEIGHT_ENDINGS
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import CONFIG_FILE, read_config
 from megatron_patch.pruning.families.family import Role
-from megatron_patch.pruning.plan_file import Plan
+from megatron_patch.pruning.plan_file import Plan, same_plan
 
 _CHUNK = 8 << 20
 
@@ -213,7 +213,7 @@ def other_files(pair: Pair) -> str:
             raise Failed(f"{name} is one file with the source's: a change of one would change the other")
         copied += 1
     try:
-        same = json.loads((pair.path / PLAN_COPY).read_text(encoding="utf-8")) == pair.plan.content
+        same = same_plan(json.loads((pair.path / PLAN_COPY).read_text(encoding="utf-8")), pair.plan.content)
     except (OSError, ValueError):
         same = False
     if not same:

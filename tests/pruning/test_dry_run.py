@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_patch import cli
 from megatron_patch.errors import UserError
-from megatron_patch.pruning import apply, dry_run, plan
+from megatron_patch.pruning import apply, dry_run, plan, verify
 from megatron_patch.pruning.dry_run import DryRun
 from megatron_patch.pruning.load import load_tokenizer
 from megatron_patch.pruning.prompts import encode_file
@@ -78,6 +78,20 @@ def test_keeping_everything_changes_nothing(tmp_path, texts):
     plan.run(model, Wish(keep=checkpoints.EXPERTS), output=tmp_path / "p", dry=DryRun(texts, dtype="float32", device="cpu"))
     got = json.loads((tmp_path / "p").read_text())["dry_run"]
     assert got["kl"] == 0 and got["loss"][0] == got["loss"][1]
+
+
+def test_a_dry_run_of_an_applied_plan_changes_nothing_else(tmp_path, texts):
+    """Asked for after `apply`: the output is still of this plan, for `--resume` and for `verify`."""
+    model = make_model(tmp_path / "model", "deepseek_v2")
+    stats, file = checkpoints.make_statistics(model, tmp_path / "stats"), tmp_path / "plan.json"
+    plan.run(model, Wish(keep=8), stats=stats, output=file)
+    before = json.loads(file.read_text())
+    apply.run(model, file, tmp_path / "out", progress=False)
+    plan.run(model, Wish(keep=8), stats=stats, output=file, dry=DryRun(texts, device="cpu"))
+    after = json.loads(file.read_text())
+    assert after.pop("dry_run") and after == before
+    assert apply.run(model, file, tmp_path / "out", resume=True, progress=False) == 0
+    assert verify.run(model, tmp_path / "out", file, logits=False) == 0
 
 
 def test_chats_and_keys(tmp_path):
