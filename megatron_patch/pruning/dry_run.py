@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MiB in fp32
 PAD = 0  # any id: padding stands on the right, where no scored position sees it
+LARGEST_LOSS = 700  # nats: exp of more is no float
 OTHERWISE = "leave out --dry-run, and score the pruned model where it is served (dsa-upcycle evaluate --endpoint)"
 
 
@@ -88,14 +89,15 @@ def run(checkpoint: MoeCheckpoint, plan: Plan, settings: DryRun, rows: Sequence[
         `perplexity`; `kl`: KL(whole || masked), nats per token.
 
     Raises:
-        UserError: transformers cannot load the model, or its logits are not finite.
+        UserError: transformers cannot load the model, or its losses are not finite.
     """
     model = load_model(checkpoint.path, dtype=settings.dtype, device=check_device(settings.device), otherwise=OTHERWISE)
     sums, tokens = compare(model, rows, lambda: as_planned(model, checkpoint, plan), settings.batch_size)
     whole, masked, kl = (sums / tokens).tolist()
-    if not all(map(math.isfinite, (whole, masked, kl))):
+    if not (whole < LARGEST_LOSS and masked < LARGEST_LOSS and math.isfinite(kl)):  # false for NaN
         raise UserError(
-            f"logits must be finite: {checkpoint.path} gives a loss of {whole}, masked {masked}; try --dtype float32"
+            f"losses must be finite and below {LARGEST_LOSS} nats per token: {checkpoint.path} gives {whole:g}, masked "
+            f"{masked:g}; try --dtype float32"
         )
     return {
         "file": str(settings.data),

@@ -132,7 +132,7 @@ def test_a_model_that_gives_nan_is_refused(tmp_path, texts):
     state["model.norm.weight"][0] = torch.nan
     model = checkpoints.write(tmp_path / "model", config, state)
     make_tiny_tokenizer(model)
-    with pytest.raises(UserError, match=r"logits must be finite: .* try --dtype float32"):
+    with pytest.raises(UserError, match=r"losses must be finite and below 700 nats per token: .* gives nan, masked nan; try --dtype float32"):
         plan.run(model, Wish(keep=16), output=tmp_path / "p", dry=DryRun(texts, device="cpu"))
     assert not (tmp_path / "p").exists()
 
