@@ -168,13 +168,19 @@ class Evaluate:
     output: Path
     """A new or empty directory."""
     model: Path | None = None
-    """The exported directory. Either this or --endpoint."""
+    """The exported or pruned directory. Either this, --endpoint or --plan."""
     endpoint: str | None = None
     """Instead of --model, a served model: URL of an OpenAI-compatible completions server (vLLM, SGLang), without ablations."""
     endpoint_model: str | None = None
     """The name under which the endpoint serves it; default: the only one it lists."""
+    plan: Path | None = None
+    """Instead of --model, a dry run: a plan.json of `prune plan`; the base is scored with its dropped experts masked."""
+    base_endpoint: str | None = None
+    """With --kind prune, a served base: --base need hold its config and tokenizer only."""
+    base_endpoint_model: str | None = None
+    """The name under which that endpoint serves it; default: the only one it lists."""
     kind: Literal["upcycle", "prune"] = "upcycle"
-    """What made the model out of the base."""
+    """What made the model out of the base. prune takes every family that prune knows, and no ablations."""
     limit: int | None = None
     """Score only the first N rows of each task."""
     trust_remote_code: bool = False
@@ -198,6 +204,9 @@ class Evaluate:
             output=self.output,
             endpoint=self.endpoint,
             endpoint_model=self.endpoint_model,
+            plan=self.plan,
+            base_endpoint=self.base_endpoint,
+            base_endpoint_model=self.base_endpoint_model,
             kind=self.kind,
             limit=self.limit,
             trust_remote_code=self.trust_remote_code,

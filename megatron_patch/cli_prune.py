@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_patch import errors, flags
 from megatron_patch.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_patch.pruning.dry_run import DryRun
 
 PROG = "dsa-upcycle prune"
 SUMMARY = "Keep the experts that a task needs: observe, plan, apply, verify, report"
@@ -104,7 +107,8 @@ class Observe:
 class Plan:
     """Choose the experts to keep: feasibility first, then scores, then what it costs and saves.
 
-    Without --check-only it needs the statistics of `prune observe`, and writes plan.json.
+    Without --check-only it needs the statistics of `prune observe`, and writes plan.json. --dry-run says what the plan does
+    to a text, by masking the model; `dsa-upcycle evaluate --kind prune --plan` does the same with a suite of tasks.
 
     Example: dsa-upcycle prune plan --model DeepSeek-V3.2 --stats stats.safetensors --keep 128 --output plan.json
     """
@@ -137,6 +141,20 @@ class Plan:
     """Only say whether --keep is feasible, from config.json alone."""
     device_memory_gb: float | None = None
     """Also say how many devices of so many 1e9 bytes the weights need."""
+    dry_run: Path | None = None
+    """Also load the model, and print loss and perplexity of this file of JSON lines, whole and masked as planned, and the KL."""
+    text_key: str = "text"
+    """Of --dry-run: key of a row's text."""
+    chat: bool = False
+    """Of --dry-run: rows are {"messages": [...]} and go through the chat template."""
+    max_length: int = 2048
+    """Of --dry-run: most tokens of a row; longer ones are cut."""
+    batch_size: int = 8
+    """Of --dry-run: rows of a forward pass."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of --dry-run: weights and activations; auto: the checkpoint's."""
+    device: Literal["cpu", "cuda", "npu", "auto"] | None = None
+    """Of --dry-run: auto spreads the model over all devices. Default: CUDA where there is a GPU, else the CPU."""
 
     def __call__(self) -> int | None:
         from megatron_patch.pruning.wish import Wish, check_only
@@ -154,9 +172,28 @@ class Plan:
         )
         if self.check_only:
             return check_only(self.model, wish)
-        from megatron_patch.pruning.plan import run
+        from megatron_patch.pruning import plan
 
-        return run(self.model, wish, stats=self.stats, output=self.output, device_memory_gb=self.device_memory_gb)
+        return plan.run(
+            self.model,
+            wish,
+            stats=self.stats,
+            output=self.output,
+            device_memory_gb=self.device_memory_gb,
+            dry=self._dry_run(),
+        )
+
+    def _dry_run(self) -> "DryRun | None":
+        names = ("text_key", "chat", "max_length", "batch_size", "dtype", "device")
+        given = {name: value for name in names if (value := getattr(self, name)) != getattr(Plan, name)}
+        if self.dry_run is None:
+            if given:
+                flag = next(iter(given)).replace("_", "-")
+                raise UserError(f"--{flag} is of a --dry-run: none was asked for; add --dry-run FILE, or leave it out")
+            return None
+        from megatron_patch.pruning.dry_run import DryRun
+
+        return DryRun(self.dry_run, **given)
 
 
 @dataclass

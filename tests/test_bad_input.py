@@ -25,7 +25,7 @@ IN_A_PROCESS_OF_ITS_OWN = (
     "a key twice", "weight 0", "show a truncated .bin", "text of another tokenizer", "a token beyond the vocabulary",
     "weights truncated", "check foreign code", "two RoPE thetas", "evaluate nothing", "an unknown flag",
 )  # fmt: skip
-PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?[kMG]?(B|it|tensor|step)? \[|^note: ")
+PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?[kMG]?(B|it|tensor|step|row|tok)? \[|^note: ")
 # torch says so where it finds a CUDA compiler and no GPU; nothing of ours imports what says it on purpose.
 CUDA_COMPILER = re.compile(r"^W\d{4} .*cpp_extension\.py:\d+\] No CUDA runtime is found")
 

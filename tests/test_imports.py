@@ -35,7 +35,7 @@ ALLOWED = {
     "pruning": {"errors", "claims", "io", "hf_model"},  # an upcycled export runs with its class, not with the directory's code
     "demo": {"errors", "io", "data"},
     "training": TRAINING,
-    "evaluation": REPORTS | {"hf_model"},
+    "evaluation": REPORTS | {"hf_model", "pruning"},  # its families, and a plan's masks
     "diagnosis": REPORTS | {"hf_model"},
     "verl": REPORTS | {"hf_model"},
     "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_parity", "cli_prune"},

@@ -9,7 +9,7 @@
 # KEEP       experts that each layer keeps; CRITERION: frequency (default), gate_sum, reap
 # SUITE      folder of tasks to score before and after; without it nothing is scored
 # OUTPUT     default: runs/prune. A second run with the same settings reuses what is done there
-# Whether KEEP is feasible is checked first. More flags go to `dsa-upcycle prune plan`: prune.sh --groups flatten
+# Whether KEEP is feasible is checked first. More flags go to `dsa-upcycle prune plan`: prune.sh --groups flatten --dry-run heldout.jsonl
 # DRY_RUN=1 prints the commands.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../deepseek_v2_lite/common.sh"

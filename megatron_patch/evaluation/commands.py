@@ -7,22 +7,26 @@ from megatron_patch.evaluation.endpoint import NO_LIMIT, Endpoint
 from megatron_patch.evaluation.loading import ModelDirectory, implementations
 from megatron_patch.evaluation.passes import Work
 from megatron_patch.evaluation.scores import SOFTMAX_DTYPE
+from megatron_patch.evaluation.sides import Side
 
 
-def commands(work: Work, tasks: Path, models: tuple[ModelDirectory, ModelDirectory | Endpoint]) -> list[str]:
-    """A command for the base and one for the model (two for a server that gives log-probabilities).
+def commands(work: Work, tasks: Path, tokenizer: Path, sides: tuple[Side, Side]) -> list[str]:
+    """A command for the base and one for the model (two for a server that gives log-probabilities, none for a masked base).
 
     Args:
         work: what was scored, and how. The batch size decides the last digits, so it is part of the command.
         tasks: where the directory of tasks will stand.
-        models: base and model.
+        tokenizer: the directory whose tokenizer a server's prompts are made with.
+        sides: base and model.
     """
-    base, model = models
-    lines = [_local(work, tasks, base)]
-    if isinstance(model, ModelDirectory):
-        return [*lines, _local(work, tasks, model)]
-    groups = [f"{work.files.group}_generate", *([work.files.documents] if model.gives_logprobs else [])]
-    return [*lines, *(_served(work, tasks, base, model, group) for group in groups)]
+    lines = []
+    for side in sides:
+        if isinstance(side, Endpoint):
+            groups = [f"{work.files.group}_generate", *([work.files.documents] if side.gives_logprobs else [])]
+            lines += [_served(work, tasks, tokenizer, side, group) for group in groups]
+        elif isinstance(side, ModelDirectory):
+            lines.append(_local(work, tasks, side))
+    return lines
 
 
 def _local(work: Work, tasks: Path, directory: ModelDirectory) -> str:
@@ -30,7 +34,7 @@ def _local(work: Work, tasks: Path, directory: ModelDirectory) -> str:
         "pretrained": str(directory.path),
         "dtype": str(work.dtype).removeprefix("torch."),
         "softmax_dtype": SOFTMAX_DTYPE,
-        **implementations(work.device),
+        **implementations(directory, work.device),
     }
     if directory.dsa_layers:
         arguments["trust_remote_code"] = "True"  # without it, transformers' stock class loads random projections
@@ -39,12 +43,12 @@ def _local(work: Work, tasks: Path, directory: ModelDirectory) -> str:
     )
 
 
-def _served(work: Work, tasks: Path, base: ModelDirectory, server: Endpoint, group: str) -> str:
+def _served(work: Work, tasks: Path, tokenizer: Path, server: Endpoint, group: str) -> str:
     arguments = {
         "model": server.model,
         "base_url": server.url,
         "tokenizer_backend": "huggingface",
-        "tokenizer": str(base.path),
+        "tokenizer": str(tokenizer),
         "max_length": str(NO_LIMIT),
     }
     return _command("local-completions", arguments, group, tasks, ["--batch_size", str(work.batch_size)])

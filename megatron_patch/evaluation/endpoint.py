@@ -45,13 +45,13 @@ def completions_url(url: str) -> str:
     except ValueError:  # brackets that do not close
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(f"--endpoint must be an http or https URL: {url!r}; e.g. http://localhost:8000{PATH}")
+        raise UserError(f"an endpoint must be an http or https URL: {url!r}; e.g. http://localhost:8000{PATH}")
     path = parts.path.rstrip("/")
     if not path.endswith("/completions"):
         path = f"{path}/completions" if path.endswith("/v1") else f"{path}{PATH}"
     if path.endswith("/chat/completions"):
         raise UserError(
-            f"--endpoint must be for completions, whose prompts are the suite's own tokens: {url!r} is for chats; give {PATH}"
+            f"an endpoint must be for completions, whose prompts are the suite's own tokens: {url!r} is for chats; give {PATH}"
         )
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
@@ -189,7 +189,8 @@ def _served_model(url: str) -> str:
     if len(names) != 1:
         what = f"{len(names)} ({', '.join(map(str, names[:5]))})" if names else "none"
         raise UserError(
-            f"the endpoint must serve one model, or be told which: {listed} lists {what}; give --endpoint-model NAME"
+            f"the endpoint must serve one model, or be told which: {listed} lists {what}; give --endpoint-model NAME, or "
+            "--base-endpoint-model NAME where it serves the base"
         )
     return str(names[0])
 
@@ -207,28 +208,28 @@ def _request(method: str, url: str, **options: Any) -> Any:
         answer = requests.request(method, url, headers=headers, timeout=TIMEOUT, **options)
     except requests.Timeout:
         raise UserError(
-            f"--endpoint must answer within {TIMEOUT} s: {url} does not; look at the server's log"
+            f"an endpoint must answer within {TIMEOUT} s: {url} does not; look at the server's log"
         ) from None
     except requests.RequestException as error:
         reason = str(error).split("Caused by")[-1].strip("() ")[:200]
         raise UserError(
-            f"--endpoint must be a running server: {url} does not answer ({reason}); start it, or check the URL"
+            f"an endpoint must be a running server: {url} does not answer ({reason}); start it, or check the URL"
         ) from None
     if not answer.ok:
         raise UserError(
-            f"--endpoint must answer with status 200: {url} says {answer.status_code} {answer.reason}: {answer.text[:200]!r}; "
+            f"an endpoint must answer with status 200: {url} says {answer.status_code} {answer.reason}: {answer.text[:200]!r}; "
             "look at the server's log (a key is taken from OPENAI_API_KEY)"
         )
     try:
         return answer.json()
     except requests.JSONDecodeError:
         raise UserError(
-            f"--endpoint must answer in JSON: {url} says {answer.text[:80]!r}; give the URL of an OpenAI-compatible server"
+            f"an endpoint must answer in JSON: {url} says {answer.text[:80]!r}; give the URL of an OpenAI-compatible server"
         ) from None
 
 
 def _not_a_completion(url: str, content: Any, wanted: str) -> UserError:
     return UserError(
-        f"--endpoint must answer as OpenAI's completions do, with {wanted}: {url} says {str(content)[:120]!r}; give the URL "
+        f"an endpoint must answer as OpenAI's completions do, with {wanted}: {url} says {str(content)[:120]!r}; give the URL "
         "of such a server (vLLM's or SGLang's /v1/completions)"
     )

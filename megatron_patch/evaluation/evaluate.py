@@ -15,15 +15,15 @@ from megatron_patch.evaluation import commands, recovery, report
 from megatron_patch.evaluation.encode import Example, encode_documents, encode_rows
 from megatron_patch.evaluation.endpoint import Endpoint, find_endpoint
 from megatron_patch.evaluation.lm_eval_tasks import write_lm_eval_tasks
-from megatron_patch.evaluation.loading import DTYPES, ModelDirectory, inspect_directory, load_common_tokenizer
-from megatron_patch.evaluation.passes import Scores, Work, score_directory, score_endpoint
+from megatron_patch.evaluation.loading import DTYPES, ModelDirectory, load_common_tokenizer
+from megatron_patch.evaluation.passes import Scores, Work, score
 from megatron_patch.evaluation.scores import require_lm_eval
+from megatron_patch.evaluation.sides import Given, Planned, Side, check_fits, describe, open_directories
 from megatron_patch.evaluation.suite import read_suite
-from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, atomic_write_text, require_empty
 from megatron_patch.io.strict_json import read_json
 
-KINDS = (recovery.UPCYCLE, recovery.PRUNE)
+Sides = tuple[Side, Side]  # base and model
 TASKS = "lm_eval"  # in the output: the suite as lm-eval's tasks
 NOT_SHOWN = ("bypassed", "scrambled_indices", "participation")  # by a server, which runs its DSA layers as they are
 PROBE = 8  # tokens of the prompt that asks a server for log-probabilities
@@ -36,6 +36,9 @@ def run(
     output: str | Path,
     endpoint: str | None = None,
     endpoint_model: str | None = None,
+    plan: str | Path | None = None,
+    base_endpoint: str | None = None,
+    base_endpoint_model: str | None = None,
     kind: str = recovery.UPCYCLE,
     limit: int | None = None,
     trust_remote_code: bool = False,
@@ -44,19 +47,21 @@ def run(
     seed: int = 0,
     device: str | None = None,
 ) -> int:
-    """Score `base`, and `model` or what `endpoint` serves, on `suite` through lm-eval; write the report to `output`.
+    """Score a base and a model on `suite` through lm-eval, and write the report to `output`.
 
     Two models are never in memory together. Everything that can be checked without a model is checked before one is
     loaded.
 
     Args:
-        base: Hugging Face directory of the base.
+        base: Hugging Face directory of the base; with `base_endpoint` its config and tokenizer are enough.
         model: an export (kind "upcycle"), or a pruned model ("prune": no ablations, since its base has the same DSA
             layers or none).
         suite: directory with suite.json; see `suite.py`.
         output: new or empty directory.
         endpoint: instead of `model`, URL of an OpenAI-compatible completions server; see `endpoint.py`.
         endpoint_model: the name under which it serves; None: the only one.
+        plan: instead of `model`, a plan.json of `prune plan` for `base`, which is masked as it says (kind "prune").
+        base_endpoint, base_endpoint_model: the same for a base that is served (kind "prune").
         limit: score only the first so many rows of each task and held-out documents.
         trust_remote_code: run code of the model's directory where it is not this package's.
         dtype: "float32" or "bfloat16"; of the weights and the computation.
@@ -71,36 +76,30 @@ def run(
         UserError: the input breaks a rule.
     """
     started = time.monotonic()
-    output, place = require_empty(output), _check_settings(kind, dtype, batch_size, device)
-    _check_model(model, endpoint, endpoint_model)
+    given = Given(kind, base, model, endpoint, endpoint_model, plan, base_endpoint, base_endpoint_model)
+    output, place = require_empty(output), _check_settings(dtype, batch_size, device)
     versions = _versions()
     scored = read_suite(suite, limit)
-    base_dir = inspect_directory(base, trust_remote_code=trust_remote_code)
-    model_dir = None if model is None else inspect_directory(model, trust_remote_code=trust_remote_code)
-    _check_kind(kind, base_dir, model_dir)
-    tokenizer = load_common_tokenizer(base, base if model is None else model, trust_remote_code=trust_remote_code)
+    base_dir, opened = open_directories(given, trust_remote_code=trust_remote_code)
+    tokenizer = load_common_tokenizer(base, model or base, trust_remote_code=trust_remote_code)
     tasks = [encode_rows(tokenizer, task.rows) for task in scored.tasks]
     documents = encode_documents(tokenizer, scored.held_out)
-    for directory in filter(None, (base_dir, model_dir)):
-        _check_fits([*tasks, documents], directory)
-    server = None if endpoint is None else find_endpoint(endpoint, endpoint_model, documents[0].ids[:PROBE])
+    for directory in (base_dir, opened):
+        if isinstance(directory, ModelDirectory):
+            check_fits([*tasks, documents], directory)
+    sides = _connect(given, base_dir, opened, documents[0].ids[:PROBE])
 
     with atomic_directory(output) as directory:
         (directory / TASKS).mkdir()
         files = write_lm_eval_tasks(directory / TASKS, scored, tasks, documents, tokenizer.eos_token)
         work = Work(scored, tasks, documents, files, tokenizer, batch_size, seed, DTYPES[dtype], place)
-        identities = [directory_identity(path, progress=True) for path in (base, model) if path is not None]
-        of_base = score_directory(base_dir, work, "base")
-        if model_dir is not None:
-            ablated = model_dir.dsa_layers if kind == recovery.UPCYCLE else ()
-            of_model = score_directory(model_dir, work, "model", ablated)
-        else:
-            of_model = score_endpoint(server, work, trust_remote_code=trust_remote_code)
-        content = _assemble(kind, work, (base_dir, model_dir or server), identities, of_base, of_model)
-        content["warnings"] = _warnings(content, model_dir, identities[0], of_base, of_model, work.dtype, limit)
+        content = _score(given, work, sides, trust_remote_code=trust_remote_code)
+        if limit is not None:
+            text = f"only the first {limit} rows of each task and held-out documents were scored (--limit)."
+            content["warnings"].insert(0, text)
         content["lm_eval"] = {
             "version": versions["lm_eval"],
-            "commands": commands.commands(work, output / TASKS, (base_dir, model_dir or server)),
+            "commands": commands.commands(work, output / TASKS, base_dir.path, sides),
         }
         content["settings"] = {
             "limit": limit,
@@ -117,6 +116,33 @@ def run(
     return EXIT_OK
 
 
+def _connect(given: Given, base: ModelDirectory, model: ModelDirectory | Planned | None, probe: list[int]) -> Sides:
+    """Base and model, servers asked whether they answer `probe`, the first tokens of a document."""
+    if given.base_endpoint is not None:
+        base = find_endpoint(given.base_endpoint, given.base_endpoint_model, probe)
+    return base, model or find_endpoint(given.endpoint, given.endpoint_model, probe)
+
+
+def _score(given: Given, work: Work, sides: Sides, *, trust_remote_code: bool) -> dict[str, Any]:
+    """recovery.json, but for how it was run."""
+    described = tuple(map(describe, sides))
+    if isinstance(sides[0], Endpoint):
+        described[0]["directory"] = str(given.base)  # of the tokenizer
+    upcycled = given.kind == recovery.UPCYCLE and isinstance(sides[1], ModelDirectory)
+    ablated = sides[1].dsa_layers if upcycled else ()
+    of_base = score(sides[0], work, "base", trust_remote_code=trust_remote_code)
+    of_model = score(sides[1], work, "model", ablated, trust_remote_code=trust_remote_code)
+    content = _assemble(given.kind, work, sides, described, of_base, of_model)
+    content["warnings"] = [
+        f"the endpoint of the {name} gives no log-probabilities of a prompt (echo with logprobs): its perplexity is not measured."
+        for name, scores in (("base", of_base), ("model", of_model))
+        if scores.documents is None
+    ]
+    if upcycled:
+        content["warnings"] += _warnings(content, sides[1], described[0]["sha256"], of_base, of_model, work.dtype)
+    return content
+
+
 def _write(directory: Path, content: dict[str, Any]) -> None:
     shutil.rmtree(directory / TASKS / "__pycache__", ignore_errors=True)  # lm-eval imported from there
     atomic_write_json(directory / "recovery.json", content)
@@ -124,23 +150,9 @@ def _write(directory: Path, content: dict[str, Any]) -> None:
     report.write_figure(content, directory / "recovery.png")
 
 
-def _check_model(model: str | Path | None, endpoint: str | None, endpoint_model: str | None) -> None:
-    if (model is None) == (endpoint is None):
-        given = "neither" if model is None else "both"
-        raise UserError(
-            f"evaluate needs exactly one of --model and --endpoint: {given} given; --model DIR for an export, --endpoint "
-            "URL for a served model"
-        )
-    if endpoint is None and endpoint_model is not None:
-        raise UserError(
-            f"--endpoint-model names what an --endpoint serves: {endpoint_model!r} without one; leave it out"
-        )
-
-
-def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) -> torch.device:
-    for flag, value, allowed in (("kind", kind, KINDS), ("dtype", dtype, tuple(DTYPES))):
-        if value not in allowed:
-            raise UserError(f"--{flag} must be {' or '.join(allowed)}: {value!r}; choose one")
+def _check_settings(dtype: str, batch_size: int, device: str | None) -> torch.device:
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype must be {' or '.join(DTYPES)}: {dtype!r}; choose one")
     if batch_size < 1:
         raise UserError(f"--batch-size must be 1 or more: {batch_size}; the default is 16")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,53 +163,13 @@ def _check_settings(kind: str, dtype: str, batch_size: int, device: str | None) 
     return torch.device(device)
 
 
-def _check_kind(kind: str, base: ModelDirectory, model: ModelDirectory | None) -> None:
-    if kind == recovery.PRUNE:
-        if model is not None and base.dsa_layers != model.dsa_layers:
-            raise UserError(
-                f"a pruned model has the DSA layers of its base: {base.path} has {list(base.dsa_layers)}, {model.path} has "
-                f"{list(model.dsa_layers)}; give the model that was pruned as --base, or use --kind upcycle"
-            )
-        return
-    if base.dsa_layers:
-        raise UserError(
-            f"--base must be a base without DSA layers: {base.path} has some; give the model it was made from"
-        )
-    if model is None:  # served: nothing tells what it is made of
-        return
-    if not model.dsa_layers:
-        raise UserError(
-            f"--kind upcycle needs a --model with DSA layers: {model.path} has none; give what `dsa-upcycle export` "
-            "wrote, or --kind prune"
-        )
-
-
-def _check_fits(examples: list[list[Example]], directory: ModelDirectory) -> None:
-    every = [example.ids for part in examples for example in part]
-    largest, longest = max(map(max, every)), max(map(len, every))
-    if largest >= directory.arch.vocab_size:
-        raise UserError(
-            f"token ids must be below vocab_size: the suite has id {largest}, {directory.path} has "
-            f"{directory.arch.vocab_size} rows; the tokenizer is not this model's, copy the right one"
-        )
-    if longest > directory.arch.max_positions:
-        raise UserError(
-            f"rows must fit into max_position_embeddings, where lm-eval would cut them: the longest has {longest} tokens, "
-            f"{directory.path} takes {directory.arch.max_positions}; give shorter rows, or a smaller max_length"
-        )
-
-
 def _assemble(
-    kind: str,
-    work: Work,
-    models: tuple[ModelDirectory, ModelDirectory | Endpoint],
-    identities: list[str],
-    base: Scores,
-    model: Scores,
+    kind: str, work: Work, sides: Sides, described: tuple[dict[str, Any], ...], base: Scores, model: Scores
 ) -> dict[str, Any]:
-    served = isinstance(models[1], Endpoint)
-    topk = None if served else models[1].index_topk
-    layers = () if served or kind == recovery.PRUNE else models[1].dsa_layers
+    served = isinstance(sides[1], Endpoint)
+    directory = sides[1].directory if isinstance(sides[1], Planned) else sides[1]
+    topk = None if served else directory.index_topk
+    layers = () if served or kind == recovery.PRUNE else directory.dsa_layers
 
     def beyond(examples: list[Example]) -> float | None:
         return None if topk is None else recovery.fraction_longer([len(example.ids) for example in examples], topk)
@@ -210,17 +182,13 @@ def _assemble(
     if layers:
         participation = recovery.participation_entry(model.documents, layers, beyond(work.documents))
     not_measured = NOT_SHOWN if served and kind == recovery.UPCYCLE else ()
-    if served:
-        described = {"path": models[1].url, "sha256": None, "served_name": models[1].model}
-    else:
-        described = {"path": str(models[1].path), "sha256": identities[1]}
     return {
         "schema": recovery.SCHEMA,
         "kind": kind,
-        "base": {"path": str(models[0].path), "sha256": identities[0]},
-        "model": described,
+        "base": described[0],
+        "model": described[1],
         "tasks": tasks,
-        "perplexity": recovery.perplexity_entry(base.documents, model.documents),
+        "perplexity": recovery.perplexity_entry(base.documents, model.documents, work.document_tokens),
         "participation": participation,
         "summary": recovery.summary_entry(tasks, participation, not_measured),
         "suite": {"name": work.suite.name, "rows": sum(map(len, work.tasks)), "index_topk": topk},
@@ -228,24 +196,10 @@ def _assemble(
 
 
 def _warnings(
-    content: Mapping[str, Any],
-    directory: ModelDirectory | None,
-    base_identity: str,
-    base: Scores,
-    model: Scores,
-    dtype: torch.dtype,
-    limit: int | None,
+    content: Mapping[str, Any], directory: ModelDirectory, base_identity: str, base: Scores, model: Scores, dtype: torch.dtype
 ) -> list[str]:
-    """What makes the figures mean less than they seem to."""
+    """What makes the figures of an upcycled model mean less than they seem to."""
     found = []
-    if limit is not None:
-        found.append(f"only the first {limit} rows of each task and held-out documents were scored (--limit).")
-    if model.documents is None:
-        found.append(
-            "the endpoint gives no log-probabilities of a prompt (echo with logprobs): perplexity is not measured."
-        )
-    if directory is None or content["kind"] == recovery.PRUNE:
-        return found
     named = _base_in_manifest(directory.path)
     if named not in (None, base_identity):
         found.append(f"{MANIFEST_FILE} of the model names another base (sha256 {named[:16]}) than --base.")

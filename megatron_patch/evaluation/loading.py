@@ -14,12 +14,18 @@ from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import SafetensorsDir
 from megatron_patch.model.architecture import Architecture, read_architecture, read_config
+from megatron_patch.pruning.config_json import whole
+from megatron_patch.pruning.families import family_of
+from megatron_patch.pruning.load import load_model as load_any_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FIRST_RIGHT_TRANSFORMERS = "5.16"
+V2_LITE_TYPE = "deepseek_v2"
+NO_LIMIT = 1 << 30  # tokens, where config.json sets no limit
+SERVE_IT = "serve it and give --endpoint URL for the model, --base-endpoint URL for the base"
 
 
 @dataclass(frozen=True)
@@ -27,38 +33,55 @@ class ModelDirectory:
     """What a model directory holds, found without loading it.
 
     Attributes:
+        vocab_size, max_positions: rows of its embedding, and most tokens of a row.
+        arch: what this package knows of a DeepSeek-V2-Lite; None of another family, which pruning alone loads.
         dsa_layers: numbers of its DSA layers; empty for a base or a pruned model.
         index_topk: keys that a query of those attends to; None without DSA layers.
         own_code: load with the code in the directory rather than with this package's (which is not the same).
     """
 
     path: Path
-    arch: Architecture
-    dsa_layers: tuple[int, ...]
-    index_topk: int | None
-    own_code: bool
+    vocab_size: int
+    max_positions: int
+    arch: Architecture | None = None
+    dsa_layers: tuple[int, ...] = ()
+    index_topk: int | None = None
+    own_code: bool = False
 
 
-def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> ModelDirectory:
+def inspect_directory(
+    path: str | Path, *, trust_remote_code: bool = False, any_family: bool = False, weights: bool = True
+) -> ModelDirectory:
     """Check config, weights' headers and code of a model directory; loads no weight and runs no code of it.
 
     Args:
         path: a base, a pruned model or an export.
         trust_remote_code: accept an export whose code is not this package's, to be run when the model is loaded.
+        any_family: accept every family that pruning knows, not DeepSeek-V2-Lite alone.
+        weights: there must be some. Off: a served model's config and tokenizer.
 
     Raises:
         UserError: no such model, damaged weights, or foreign code that is not trusted.
     """
     path = Path(path)
-    arch, config = read_architecture(path, export=True), read_config(path)
-    SafetensorsDir(path)  # refuses missing and truncated shards
+    config = read_config(path)
+    if any_family and config.get("model_type") != V2_LITE_TYPE:
+        family_of(config)  # refuses what pruning does not know
+        arch = None
+    else:
+        arch = read_architecture(path, export=True)
+    if weights:
+        SafetensorsDir(path)  # refuses missing and truncated shards
+    if arch is None:
+        positions = whole(config, "max_position_embeddings", least=1, default=NO_LIMIT)
+        return ModelDirectory(path, whole(config, "vocab_size", least=1), positions)
     if config["architectures"] != [ARCHITECTURE]:
         if config.get("dsa_layers"):
             raise UserError(
                 f"a model with dsa_layers must be a {ARCHITECTURE}: {path} says {config['architectures']}, with which "
                 "its DSA layers would get random weights; export it again"
             )
-        return ModelDirectory(path, arch, (), None, own_code=False)
+        return ModelDirectory(path, arch.vocab_size, arch.max_positions, arch)
     layers, topk = config.get("dsa_layers"), config.get("dsa_index_topk")
     numbers = set(range(arch.num_layers))
     if not isinstance(layers, list) or not layers or not all(isinstance(i, int) and i in numbers for i in layers):
@@ -73,7 +96,9 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
             f"an export's code must be this release's: {', '.join(differing)} in {path} is missing or another; export "
             "it again, or pass --trust-remote-code to run the code in the directory"
         )
-    return ModelDirectory(path, arch, tuple(sorted(layers)), topk, own_code=bool(differing))
+    return ModelDirectory(
+        path, arch.vocab_size, arch.max_positions, arch, tuple(sorted(layers)), topk, own_code=bool(differing)
+    )
 
 
 def _same_code(file: Path, ours: Path) -> bool:
@@ -89,9 +114,12 @@ def load_model(
         UserError: weights missing, left over or of another shape; or a transformers that gets YaRN's softmax scale
             wrong (before 5.16), with which a base would score too low.
     """
+    if directory.arch is None:
+        name = str(dtype).removeprefix("torch.")
+        return load_any_family(directory.path, dtype=name, device=str(device), otherwise=SERVE_IT)
     options: dict[str, Any] = {
         "dtype": dtype,
-        **implementations(device),
+        **implementations(directory, device),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # to be listed with the other faults below, which refuse the model
         "use_safetensors": True,
@@ -122,12 +150,12 @@ def load_model(
     return model.eval().to(device)
 
 
-def implementations(device: torch.device | str) -> dict[str, str]:
+def implementations(directory: ModelDirectory, device: torch.device | str) -> dict[str, str]:
     """How transformers shall compute attention and experts on a device; it decides the last digits of a score."""
     if torch.device(device).type == "cpu":
         # sdpa is slow there with a mask and with MLA's value size, grouped experts are in fp32: 1.5 times as fast.
         return {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return {"attn_implementation": "sdpa"}
+    return {} if directory.arch is None else {"attn_implementation": "sdpa"}
 
 
 def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tuple["PreTrainedModel", dict[str, Any]]:

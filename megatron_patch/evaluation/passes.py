@@ -1,7 +1,8 @@
 """What one model is scored in: lm-eval's pass as it is, one under each ablation, and the KL between them."""
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from megatron_patch.evaluation.scores import (
     score_generated,
     wrap_model,
 )
+from megatron_patch.evaluation.sides import Planned, Side
 from megatron_patch.evaluation.suite import Suite
 
 if TYPE_CHECKING:
@@ -68,9 +70,38 @@ class Scores:
     documents: DocumentScores | None
 
 
-def score_directory(directory: ModelDirectory, work: Work, label: str, ablated: tuple[int, ...] = ()) -> Scores:
-    """Load, score, score again with each ablation of the DSA layers `ablated`, and forget the model."""
+def score(
+    side: Side, work: Work, label: str, ablated: tuple[int, ...] = (), *, trust_remote_code: bool = False
+) -> Scores:
+    """Score a side of the comparison, whatever it is; `ablated`: DSA layers of a directory."""
+    if isinstance(side, Endpoint):
+        return score_endpoint(side, work, label, trust_remote_code=trust_remote_code)
+    if isinstance(side, Planned):
+        return score_directory(side.directory, work, label, mask=side.mask)
+    return score_directory(side, work, label, ablated)
+
+
+def score_directory(
+    directory: ModelDirectory,
+    work: Work,
+    label: str,
+    ablated: tuple[int, ...] = (),
+    mask: Callable[["PreTrainedModel"], AbstractContextManager] = nullcontext,
+) -> Scores:
+    """Load, score within the context that `mask` gives, again with each ablation of the DSA layers `ablated`, and forget
+    the model.
+    """
     model = load_model(directory, dtype=work.dtype, device=work.device)
+    with mask(model):
+        found, kl = _score_loaded(model, work, label, ablated)
+    del model
+    gc.collect()
+    return assemble(work, found, kl)
+
+
+def _score_loaded(
+    model: "PreTrainedModel", work: Work, label: str, ablated: tuple[int, ...]
+) -> tuple[dict[str, HarnessScores], dict[str, Tensor]]:
     lm = wrap_model(model, work.tokenizer, work.batch_size)
     found: dict[str, HarnessScores] = {}
     ablations = _ablations(model, ablated, work.seed)
@@ -80,16 +111,13 @@ def score_directory(directory: ModelDirectory, work: Work, label: str, ablated: 
         with replayed_trunk(model, trunk), ablation():
             found[name] = score_exact(lm, work.files, f"{label}, DSA layers {name}")
     trunk.clear()
-    kl = _divergences(model, ablated, work) if ablations else {}
-    del lm, model
-    gc.collect()
-    return assemble(work, found, kl)
+    return found, _divergences(model, ablated, work) if ablations else {}
 
 
-def score_endpoint(server: Endpoint, work: Work, *, trust_remote_code: bool = False) -> Scores:
+def score_endpoint(server: Endpoint, work: Work, label: str, *, trust_remote_code: bool = False) -> Scores:
     """Ask a served model: the tasks as text, the documents where it gives log-probabilities."""
     prompts = sum(map(len, work.tasks)) + (len(work.documents) if server.gives_logprobs else 0)
-    with tqdm(total=prompts, unit="prompt", desc="score endpoint") as bar:
+    with tqdm(total=prompts, unit="prompt", desc=f"score {label} (served)") as bar:
         lm = wrap_endpoint(server, work.tokenizer, work.batch_size, bar.update, trust_remote_code=trust_remote_code)
         found = score_generated(lm, work.files)
         if server.gives_logprobs:

@@ -88,19 +88,18 @@ def task_entry(scores: TaskScores) -> dict[str, Any]:
     return entry
 
 
-def perplexity_entry(base: DocumentScores, model: DocumentScores | None) -> dict[str, Any]:
+def perplexity_entry(base: DocumentScores | None, model: DocumentScores | None, tokens: Tensor) -> dict[str, Any]:
     """`perplexity`: exp of the mean loss per token over documents; `loss_difference` is model - base, paired.
 
-    `model`: None where it was not measured; its figures are null then.
+    Args:
+        base, model: None where they were not measured; their figures are null then.
+        tokens: scored tokens of each document, fp64 [n].
     """
-    base_loss = ratio(base.nll[WITH], base.tokens)
-    model_loss = difference = None
-    perplexity: dict[str, float] = {}
-    if model is not None:
-        perplexity, model_loss = model.perplexity, ratio(model.nll[WITH], model.tokens)
-        difference = ratio(model.nll[WITH] - base.nll[WITH], base.tokens)
-    values = (base.perplexity[WITH], perplexity.get(WITH))
-    losses = (base_loss, model_loss)
+    sides = (base, model)
+    values = [side and side.perplexity[WITH] for side in sides]
+    losses = [side and ratio(side.nll[WITH], tokens) for side in sides]
+    difference = None if None in sides else ratio(model.nll[WITH] - base.nll[WITH], tokens)
+    perplexity = {} if model is None else model.perplexity
     return {
         "base": values[0],
         "model": values[1],
@@ -112,8 +111,8 @@ def perplexity_entry(base: DocumentScores, model: DocumentScores | None) -> dict
         "loss_difference_stderr": difference and or_none(difference.stderr),
         "bypassed": perplexity.get(BYPASSED),
         "scrambled_indices": perplexity.get(SCRAMBLED),
-        "documents": len(base.tokens),
-        "tokens": int(base.tokens.sum()),
+        "documents": len(tokens),
+        "tokens": int(tokens.sum()),
     }
 
 

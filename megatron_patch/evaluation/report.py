@@ -53,16 +53,12 @@ def findings(recovery: dict[str, Any]) -> list[str]:
             f"average {summary['mean_ratio']:.3f} of the base's score (threshold {summary['threshold']})."
         )
     size = f"{perplexity['documents']} documents, {perplexity['tokens']:,} tokens"
-    if perplexity["model"] is None:
-        lines.append(
-            f"Held-out perplexity: base {perplexity['base']:.3f} over {size}; of the model it was not measured."
-        )
-    else:
-        lines.append(
-            f"Held-out perplexity: base {perplexity['base']:.3f}, model {perplexity['model']:.3f}. Loss, model minus base: "
-            f"{_signed(perplexity['loss_difference'], perplexity['loss_difference_stderr'])} nats per token (paired over "
-            f"{size})."
-        )
+    sides = ", ".join(f"{side} {_or_not_measured(perplexity[side])}" for side in ("base", "model"))
+    difference = ""
+    if perplexity["loss_difference"] is not None:
+        value = _signed(perplexity["loss_difference"], perplexity["loss_difference_stderr"])
+        difference = f" Loss, model minus base: {value} nats per token (paired)."
+    lines.append(f"Held-out perplexity over {size}: {sides}.{difference}")
     lines += _dsa_findings(recovery)
     return lines + [f"Warning: {warning}" for warning in recovery["warnings"]]
 
@@ -96,7 +92,7 @@ def markdown(recovery: dict[str, Any]) -> str:
     lines = [
         f"# Scores on suite {recovery['suite']['name']}: {recovery['summary']['verdict']}",
         "",
-        f"- base: `{recovery['base']['path']}` (sha256 `{recovery['base']['sha256'][:16]}`)",
+        f"- base: `{recovery['base']['path']}` ({_identity(recovery['base'])})",
         f"- model: `{recovery['model']['path']}` ({_identity(recovery['model'])})",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
@@ -131,7 +127,7 @@ def markdown(recovery: dict[str, Any]) -> str:
         "",
         "## The same with lm-eval's own command",
         f"lm-eval {recovery['lm_eval']['version']} scored this. Its command line on the tasks in `lm_eval/` gives the same "
-        "figures, here for base and model:",
+        + ("figures, here for the base (it cannot mask one):" if recovery["model"].get("masked_base") else "figures, here for base and model:"),
         "```bash",
         *recovery["lm_eval"]["commands"],
         "```",
@@ -162,11 +158,8 @@ def write_figure(recovery: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(tasks)), names)
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("exact match")
-    axes.set_title(
-        f"{recovery['suite']['name']}: {recovery['summary']['verdict']}; held-out perplexity "
-        f"{perplexity['base']:.2f} (base), "
-        + ("not measured (model)" if perplexity["model"] is None else f"{perplexity['model']:.2f} (model)")
-    )
+    values = ", ".join(f"{_or_not_measured(perplexity[side], 2)} ({side})" for side in ("base", "model"))
+    axes.set_title(f"{recovery['suite']['name']}: {recovery['summary']['verdict']}; held-out perplexity {values}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5, frameon=False, fontsize="small")
     figure.savefig(path, dpi=130)
 
@@ -179,8 +172,15 @@ def _errors(tasks: list[dict[str, Any]], key: str) -> list[float] | None:
     return [float("nan") if error is None else error for error in errors]
 
 
-def _identity(model: dict[str, Any]) -> str:
-    return f"served as {model['served_name']}" if model["sha256"] is None else f"sha256 `{model['sha256'][:16]}`"
+def _identity(side: dict[str, Any]) -> str:
+    if side["sha256"] is None:
+        return f"served as {side['served_name']}"
+    masked = "the base masked by this plan, nothing was written; " if side.get("masked_base") else ""
+    return f"{masked}sha256 `{side['sha256'][:16]}`"
+
+
+def _or_not_measured(value: float | None, digits: int = 3) -> str:
+    return "not measured" if value is None else f"{value:.{digits}f}"
 
 
 def _number(value: float | None) -> str:

@@ -17,7 +17,7 @@ from megatron_patch.io.publish import atomic_write_json, atomic_write_text, flus
 from megatron_patch.io.safetensors_dir import INDEX_FILE
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import CONFIG_FILE
-from megatron_patch.pruning.plan_file import Plan, read_plan
+from megatron_patch.pruning.plan_file import Plan, read_plan, same_plan
 from megatron_patch.pruning.shards import OutShard, output_shards, write_shard
 
 PLAN_COPY = "prune_plan.json"
@@ -83,9 +83,8 @@ class _Job:
         """Whether the output was published by a run of this plan."""
         file = self.output / PLAN_COPY
         try:
-            return (self.output / CONFIG_FILE).is_file() and json.loads(
-                file.read_text(encoding="utf-8")
-            ) == self.plan.content
+            published = json.loads(file.read_text(encoding="utf-8"))
+            return (self.output / CONFIG_FILE).is_file() and same_plan(published, self.plan.content)
         except (OSError, ValueError):
             return False
 
@@ -105,7 +104,7 @@ class _Job:
         if self.journal_file.exists():
             try:
                 journal = json.loads(self.journal_file.read_text(encoding="utf-8"))
-                same, self.done = journal["plan"] == self.plan.content, dict(journal["shards"])
+                same, self.done = same_plan(journal["plan"], self.plan.content), dict(journal["shards"])
             except (ValueError, KeyError, TypeError):  # a power cut: begin anew
                 same = True
             if not same:

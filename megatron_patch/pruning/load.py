@@ -1,5 +1,7 @@
 """A model and its tokenizer through transformers, whole or not at all. No code of the model's directory runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +10,14 @@ import torch
 from megatron_patch.errors import UserError
 from megatron_patch.io.safetensors_dir import SafetensorsDir
 from megatron_patch.pruning.config_json import read_config
-from megatron_patch.pruning.moe_layers import CLASSES, read_moe_layers
+from megatron_patch.pruning.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 DEVICES = ("cpu", "cuda", "npu", "auto")
+OBSERVE_ELSEWHERE = "record expert ids on a rollout engine instead (--from-routed-experts)"
 
 
 def check_device(device: str | None) -> str:
@@ -40,19 +43,22 @@ def check_device(device: str | None) -> str:
     return device
 
 
-def load_model(directory: str | Path, *, dtype: str = "auto", device: str = "cpu") -> "PreTrainedModel":
+def load_model(
+    directory: str | Path, *, dtype: str = "auto", device: str = "cpu", otherwise: str = OBSERVE_ELSEWHERE
+) -> "PreTrainedModel":
     """The model in evaluation mode; an upcycled export with this package's class.
 
     Args:
         directory: a Hugging Face directory of a known model_type.
         dtype: "float32", "bfloat16", or "auto", the checkpoint's.
         device: of `check_device`; "auto" is transformers' device_map.
+        otherwise: what to do where transformers cannot load the model, for the message.
 
     Raises:
         UserError: tensors missing or of another shape (an expert would be random, and its statistics with it), or
             something that transformers cannot load.
     """
-    layers = read_moe_layers(directory)
+    model_class = _class(read_config(Path(directory)))
     SafetensorsDir(directory)  # refuses missing and truncated shards
     options: dict[str, Any] = {
         "dtype": DTYPES[dtype],
@@ -66,11 +72,11 @@ def load_model(directory: str | Path, *, dtype: str = "auto", device: str = "cpu
     elif device == "cpu":  # sdpa and grouped experts are slow there
         options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
-        model, info = _class(directory, layers.model_type).from_pretrained(directory, **options)
-    except (ImportError, OSError, ValueError) as error:
+        with _quiet():
+            model, info = model_class.from_pretrained(directory, **options)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"transformers must be able to load the model: {directory}: {error}; record expert ids on a rollout engine "
-            "instead (--from-routed-experts)"
+            f"transformers must be able to load the model: {directory}: {str(error)[:300]}; {otherwise}"
         ) from error
     for fault in ("missing_keys", "mismatched_keys"):
         names = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[fault])
@@ -83,19 +89,33 @@ def load_model(directory: str | Path, *, dtype: str = "auto", device: str = "cpu
     return model if device == "auto" else model.to(device)
 
 
-def _class(directory: str | Path, model_type: str) -> type:
+def _class(config: dict) -> type:
     import transformers
 
-    if read_config(directory).get("dsa_layers"):
+    family = family_of(config)
+    if config.get("dsa_layers"):  # transformers' own class would leave parts of it random
         from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
 
         return DeepseekV2DsaForCausalLM
-    found = getattr(transformers, CLASSES[model_type], None)
+    found = getattr(transformers, family.model_class, None)
     if found is None:
         raise UserError(
-            f"this transformers must know {model_type}: {transformers.__version__} does not; install transformers 5.24"
+            f"this transformers must know {family.model_type}: {transformers.__version__} does not; install transformers 5.24"
         )
     return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers would list the MTP layer, which it never loads, tensor by tensor. What is missing is refused anyway."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":

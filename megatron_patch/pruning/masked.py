@@ -1,7 +1,8 @@
 """A dry run: a loaded model routes as though only the kept experts were there, and nothing is written.
 
 The dropped experts are masked, not removed, so this is also an independent oracle of a pruned checkpoint: it shares no
-code with the one that writes it, and group-limited routing keeps its groups.
+code with the one that writes it, and group-limited routing keeps its groups. A mask is -inf: 0 would win over negative
+biases.
 
 Shape letters: T tokens, E experts.
 """
@@ -16,12 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_patch.errors import UserError
+from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.hooks import moe_blocks, replaced_forward
+from megatron_patch.pruning.plan_file import Plan, planned_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BIAS, TABLE = "e_score_correction_bias", "tid2eid"
+# Key of config.json -> what transformers' routers call it.
+ROUTER_ATTRIBUTES = {
+    "n_group": "num_group",
+    "topk_group": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+}
 
 
 @contextmanager
@@ -50,14 +59,51 @@ def masked(
             drop_E = _dropped(gate, layer, experts)
             if hasattr(gate, TABLE):
                 table = (tid2eid or {}).get(layer, getattr(gate, TABLE))
-                stack.enter_context(_buffer(gate, TABLE, _checked_table(table, gate, drop_E, layer)))
+                stack.enter_context(_attribute(gate, TABLE, _checked_table(table, gate, drop_E, layer)))
             elif hasattr(gate, BIAS):
                 bias = getattr(gate, BIAS)
-                stack.enter_context(_buffer(gate, BIAS, bias.masked_fill(drop_E.to(bias.device), -torch.inf)))
+                stack.enter_context(_attribute(gate, BIAS, bias.masked_fill(drop_E.to(bias.device), -torch.inf)))
             elif hasattr(gate, "topk_method"):
                 stack.enter_context(replaced_forward(gate, partial(route_softmax, gate, drop_E=drop_E)))
             else:
                 raise UserError(f"a router must be of a known kind: layer {layer} has {type(gate).__name__}")
+        yield
+
+
+@contextmanager
+def reconfigured(model: "PreTrainedModel", config_changes: Mapping[str, tuple]) -> Iterator[None]:
+    """Within the block, the routers follow a plan's changes of config.json: groups, and the scale of routed weights.
+
+    Args:
+        config_changes: key -> (old, new); keys that no router reads are passed over.
+    """
+    new = {ROUTER_ATTRIBUTES[key]: value for key, (_, value) in config_changes.items() if key in ROUTER_ATTRIBUTES}
+    with ExitStack() as stack:
+        for block in moe_blocks(model).values():
+            for name, value in new.items():
+                stack.enter_context(_attribute(block.gate, name, value))
+        yield
+
+
+@contextmanager
+def as_planned(model: "PreTrainedModel", checkpoint: MoeCheckpoint, plan: Plan) -> Iterator[None]:
+    """Within the block, the model computes what the checkpoint that `prune apply` makes of the plan would.
+
+    Args:
+        model: what transformers loads of `checkpoint`; it has no MTP layers.
+        plan: a plan for `checkpoint`.
+
+    Raises:
+        UserError: a hash layer's table does not come out as the plan says; see also `masked`.
+    """
+    kept = {number: experts for number, experts in plan.kept.items() if not checkpoint.layers[number].mtp}
+    tables = {
+        number: torch.tensor(kept[number])[planned_table(checkpoint, plan, number).long()]
+        for number in plan.tid2eid
+        if number in kept
+    }
+    # The groups first: without them, `masked` counts other experts in reach.
+    with reconfigured(model, plan.config_changes), masked(model, kept, tables):
         yield
 
 
@@ -120,7 +166,7 @@ def _checked_table(table: Tensor, gate: nn.Module, drop_E: Tensor, layer: int) -
 
 
 @contextmanager
-def _buffer(module: nn.Module, name: str, value: Tensor) -> Iterator[None]:
+def _attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -4,16 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.pruning.config_json import read_config
-
-# transformers' class by model_type. Named, not found through auto_map: a published checkpoint may bring code of its own,
-# which is never run.
-CLASSES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "deepseek_v4": "DeepseekV4ForCausalLM",
-}
+from megatron_patch.pruning.config_json import read_config, whole
+from megatron_patch.pruning.families import family_of
 
 
 @dataclass(frozen=True)
@@ -41,22 +33,10 @@ def read_moe_layers(directory: str | Path) -> MoeLayers:
     Raises:
         UserError: an unknown model_type, or a config without the needed keys.
     """
-    config = read_config(directory)
-    model_type = config.get("model_type")
-    if model_type not in CLASSES:
-        raise UserError(f"model_type must be one of {', '.join(CLASSES)}: {directory} has {model_type!r}")
-    try:
-        number, experts, top_k = (int(config[k]) for k in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok"))
-        # V4 has no dense layer and none of these keys.
-        dense, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"config.json must give layers, experts and top-k as numbers: {directory}: {error}; download it again"
-        ) from None
-    layers = tuple(i for i in range(dense, number) if i % every == 0)
-    if not layers or not 0 < top_k <= experts:
-        raise UserError(
-            f"a model to prune has MoE layers and 0 < top-k <= experts: {directory} has {len(layers)} MoE layers, top-k "
-            f"{top_k}, {experts} experts; check --model"
-        )
-    return MoeLayers(str(model_type), number, layers, experts, top_k)
+    config = read_config(Path(directory))
+    family = family_of(config)
+    routing, layers = family.routing(config), family.moe_layers(config)
+    if not layers:
+        raise UserError(f"a model to prune must have MoE layers: config.json of {directory} describes none; check --model")
+    number = whole(config, "num_hidden_layers", least=1)
+    return MoeLayers(family.model_type, number, layers, routing.experts, routing.top_k)

@@ -10,11 +10,10 @@ from tqdm import tqdm
 
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
-from megatron_patch.pruning.config_json import read_config
 from megatron_patch.pruning.hooks import ExpertObserver
 from megatron_patch.pruning.load import DTYPES, check_device, load_model, load_tokenizer
 from megatron_patch.pruning.moe_layers import MoeLayers, read_moe_layers
-from megatron_patch.pruning.prompts import TEXT_KEY, Encoded, encode_file
+from megatron_patch.pruning.prompts import TEXT_KEY, Encoded, check_vocabulary, encode_file
 from megatron_patch.pruning.statistics import (
     SourceStatistics,
     Statistics,
@@ -138,7 +137,7 @@ def run(settings: Settings, output: str | Path, *, resume: bool = False) -> int:
     tokenizer = load_tokenizer(settings.model)
     statistics, progress = _start(settings, layers, partial)
     encoded = {source: _encode(tokenizer, path, settings) for source, path in settings.data.items()}
-    _check_vocabulary(encoded, settings.model)
+    check_vocabulary(encoded.values(), settings.model)
 
     model = load_model(settings.model, dtype=settings.dtype, device=device)
     statistics = _observe(model, layers, tokenizer, encoded, settings, statistics, progress, partial)
@@ -187,16 +186,6 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", path: Path, settings: Settings
             f"out at --max-length {settings.max_length}"
         )
     return encoded
-
-
-def _check_vocabulary(encoded: dict[str, Encoded], directory: Path) -> None:
-    size = read_config(directory).get("vocab_size")
-    largest = max(max(row) for part in encoded.values() for row in part.rows)
-    if isinstance(size, int) and largest >= size:
-        raise UserError(
-            f"token ids must be below vocab_size: the data have id {largest}, {directory} has {size} rows; the tokenizer is "
-            "not this model's, copy the right one"
-        )
 
 
 def _observe(

@@ -8,10 +8,10 @@ import torch
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
-from megatron_patch.pruning import criteria, tid2eid
+from megatron_patch.pruning import criteria, dry_run, tid2eid
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import MTP_COUNT
-from megatron_patch.pruning.plan_file import ABSENT, SCHEMA
+from megatron_patch.pruning.plan_file import ABSENT, DRY_RUN_KEY, SCHEMA, plan_of
 from megatron_patch.pruning.plan_report import print_plan
 from megatron_patch.pruning.plan_warnings import warnings_of
 from megatron_patch.pruning.shards import pruned_nbytes
@@ -26,6 +26,7 @@ def run(
     stats: str | Path | None = None,
     output: str | Path | None = None,
     device_memory_gb: float | None = None,
+    dry: dry_run.DryRun | None = None,
 ) -> int:
     """`dsa-upcycle prune plan`: check, write the plan and print what it means.
 
@@ -35,6 +36,7 @@ def run(
         stats: file of `prune observe`; not needed where all experts are kept.
         output: plan.json to write.
         device_memory_gb: also say how many devices of so many 1e9 bytes the weights need.
+        dry: also load the model, and compare it with itself masked as planned, over this text.
 
     Returns:
         the exit code.
@@ -49,7 +51,10 @@ def run(
         )
     if device_memory_gb is not None and device_memory_gb <= 0:
         raise UserError(f"--device-memory-gb must be above 0: {device_memory_gb}; give e.g. 64")
+    rows = None if dry is None else dry_run.encode(dry, model)
     content = make_plan(model, wish, stats)
+    if dry is not None:
+        content[DRY_RUN_KEY] = dry_run.run(MoeCheckpoint(model), plan_of(content), dry, rows)
     atomic_write_json(output, content)
     print_plan(content, Path(output), device_memory_gb)
     return EXIT_OK

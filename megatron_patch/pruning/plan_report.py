@@ -6,6 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_patch.pruning.plan_file import DRY_RUN_KEY
+
 
 def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> None:
     """A table of the layers, the sizes and the warnings."""
@@ -36,6 +38,8 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
         )
     for key, (old, new) in content["config_changes"].items():
         console.print(f"config.json: {key} {old} -> {new}", highlight=False)
+    if DRY_RUN_KEY in content:
+        _print_dry_run(console, content[DRY_RUN_KEY])
     for warning in content["warnings"]:
         console.print(
             f"warning ({warning['code']}): {warning['text']}",
@@ -45,3 +49,14 @@ def print_plan(content: dict, path: Path, device_memory_gb: float | None) -> Non
             soft_wrap=True,
         )
     print(f"plan written to {path}")
+
+
+def _print_dry_run(console: Console, entry: dict) -> None:
+    losses, perplexities = (" -> ".join(f"{value:.4f}" for value in entry[key]) for key in ("loss", "perplexity"))
+    console.print(
+        f"dry run over {entry['file']} ({entry['rows']} rows, {entry['tokens']:,} tokens, {entry['dtype']}), whole -> masked: loss "
+        f"{losses} nats per token, perplexity {perplexities}; KL(whole || masked) {entry['kl']:.4f} nats per token",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

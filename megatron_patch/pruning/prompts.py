@@ -1,7 +1,7 @@
-"""Calibration data: rows of JSON lines -> token ids, as a rollout would see them."""
+"""Data to observe or score: rows of JSON lines -> token ids, as a rollout would see them."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from megatron_patch.errors import UserError
 from megatron_patch.io.strict_json import parse_json
+from megatron_patch.pruning.config_json import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +74,23 @@ def encode_file(
             found.rows.append(array("i", ids[:max_length]))
     if not found.rows:
         kept = f" that --max-length {max_length} and --shard {shard[0]}/{shard[1]} leave" if number >= 0 else ""
-        raise UserError(f"calibration data must have rows{kept}: {path} has none; give another file")
+        raise UserError(f"data must have rows{kept}: {path} has none; give another file")
     return found
+
+
+def check_vocabulary(encoded: Iterable[Encoded], directory: str | Path) -> None:
+    """Refuse token ids that the model in `directory` has no row for.
+
+    Raises:
+        UserError: the tokenizer is another model's.
+    """
+    size = read_config(Path(directory)).get("vocab_size")
+    largest = max(max(row) for part in encoded for row in part.rows)
+    if isinstance(size, int) and largest >= size:
+        raise UserError(
+            f"token ids must be below vocab_size: the data have id {largest}, {directory} has {size} rows; the tokenizer is "
+            "not this model's, copy the right one"
+        )
 
 
 def _rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,7 +108,7 @@ def _rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise UserError(f"{path}:{number}: a line must be a JSON object: it is {type(row).__name__}; mend it")
                 yield f"{path}:{number}", row
     except UnicodeDecodeError as error:
-        raise UserError(f"calibration data must be UTF-8: {path}: {error}; convert it") from None
+        raise UserError(f"data must be UTF-8: {path}: {error}; convert it") from None
 
 
 def _text(tokenizer: "PreTrainedTokenizerBase", row: dict[str, Any], where: str, key: str) -> list[int]:

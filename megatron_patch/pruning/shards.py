@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from megatron_patch.errors import UserError
 from megatron_patch.io.raw_safetensors import RawTensor, header_bytes
-from megatron_patch.pruning import tid2eid
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.families.family import Key, Role
-from megatron_patch.pruning.plan_file import Plan
+from megatron_patch.pruning.plan_file import Plan, planned_table
 
 CHUNK_BYTES = 8 << 20
 _HASH_BYTES = 1 << 20  # stays in the processor's cache
@@ -106,26 +104,11 @@ def _pruned(checkpoint: MoeCheckpoint, plan: Plan, key: Key, tensor: RawTensor) 
     if key.role is Role.TABLE:
         if key.layer not in plan.tid2eid:
             return whole
-        data = _table_bytes(checkpoint, plan, key.layer, tensor)
+        data = planned_table(checkpoint, plan, key.layer).contiguous().numpy().tobytes()
         return OutTensor(tensor.name, tensor.dtype, tensor.shape, len(data), data=data)
     row = tensor.nbytes // tensor.shape[0]
     pieces = tuple((tensor.start + row * expert, row) for expert in kept)
     return OutTensor(tensor.name, tensor.dtype, (len(kept), *tensor.shape[1:]), row * len(kept), pieces)
-
-
-def _table_bytes(checkpoint: MoeCheckpoint, plan: Plan, number: int, tensor: RawTensor) -> bytes:
-    import torch
-
-    layer, entry = checkpoint.layers[number], plan.tid2eid[number]
-    load = torch.tensor(entry["load"], dtype=torch.float64)
-    if len(load) != checkpoint.routing.experts:
-        raise UserError(f"a plan must give the load of every expert: layer {number} has {len(load)}; make it again")
-    result = tid2eid.rewrite(checkpoint.load(layer.table), checkpoint.load(layer.router), plan.kept[number], load)
-    if tid2eid.table_sha256(result.table) != entry["sha256"]:
-        raise UserError(
-            f"{tensor.name} must come out as the plan says: its hash differs; make the plan again on this machine"
-        )
-    return result.table.contiguous().numpy().tobytes()
 
 
 def write_shard(source: Path, shard: OutShard, target: Path, progress: Callable[[int], object]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_patch.claims import all_hold, examine, print_table, say_failures
 from megatron_patch.errors import EXIT_OK, EXIT_USER
 from megatron_patch.io.publish import atomic_write_json
-from megatron_patch.pruning import verify_checks
+from megatron_patch.pruning import verify_checks, verify_logits
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.plan_file import read_plan
 from megatron_patch.pruning.verify_checks import Pair
@@ -54,7 +54,7 @@ def run(
     ]
     checks = [examine(name, claim) for name, claim in claims]
     sound = all_hold(checks)
-    checks.append(examine("masked oracle", lambda: verify_checks.logits(pair, logits, sound, max_model_gb)))
+    checks.append(examine("masked oracle", lambda: verify_logits.logits(pair, logits, sound, max_model_gb)))
     passed = all_hold(checks)
     print_table(f"verify {pair.path}", checks)
     if json_file is not None:

@@ -12,17 +12,14 @@ from tqdm import tqdm
 from megatron_patch.claims import Failed, Skipped
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir
-from megatron_patch.pruning import oracle, tid2eid
+from megatron_patch.pruning import tid2eid
 from megatron_patch.pruning.apply import PLAN_COPY, WEIGHT_ENDINGS
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
 from megatron_patch.pruning.config_json import CONFIG_FILE, read_config
 from megatron_patch.pruning.families.family import Role
-from megatron_patch.pruning.plan_file import Plan
+from megatron_patch.pruning.plan_file import Plan, same_plan
 
-TOLERANCE = 1e-5  # of logits in fp32: the sums over experts are the same, matrix products may be blocked otherwise
-_TOKENS = 32
 _CHUNK = 8 << 20
-_FLOATS = {"F32", "BF16", "F16"}
 
 
 @dataclass
@@ -216,50 +213,9 @@ def other_files(pair: Pair) -> str:
             raise Failed(f"{name} is one file with the source's: a change of one would change the other")
         copied += 1
     try:
-        same = json.loads((pair.path / PLAN_COPY).read_text(encoding="utf-8")) == pair.plan.content
+        same = same_plan(json.loads((pair.path / PLAN_COPY).read_text(encoding="utf-8")), pair.plan.content)
     except (OSError, ValueError):
         same = False
     if not same:
         raise Failed(f"{PLAN_COPY} is missing or another plan")
     return f"{copied} files as in the source"
-
-
-def logits(pair: Pair, wanted: bool, sound: bool, max_model_gb: float) -> str:
-    """Logits of the pruned model against the source's with the dropped experts forbidden, in fp32."""
-    if not wanted:
-        raise Skipped("left out by --no-logits")
-    if not sound:
-        raise Skipped("not tried, for another check failed")
-    _require_runnable(pair.source, max_model_gb)
-    vocabulary = pair.source.config["vocab_size"]
-    tokens = torch.randint(vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
-    tables = {}
-    for number in pair.plan.tid2eid:
-        table = pair.pruned.load(pair.pruned.layers[number].table).long()
-        tables[number] = torch.tensor(pair.plan.kept[number])[table]
-    model = oracle.load_model(pair.source.path)
-    with oracle.masked(model, pair.plan.kept, tables), oracle.reconfigured(model, pair.plan.config_changes):
-        expected, _ = oracle.logits_and_mass(model, tokens)
-    _, mass_before = oracle.logits_and_mass(model, tokens)
-    del model
-    found, mass_after = oracle.logits_and_mass(oracle.load_model(pair.path), tokens)
-    if not found.isfinite().all():
-        raise Failed(f"{int((~found.isfinite()).sum())} of {found.numel()} logits are not finite")
-    apart = float((found - expected).abs().max())
-    scale = max(1.0, float(expected.abs().max()))
-    detail = (
-        f"largest difference {apart:.1e} over {tokens.numel()} tokens (logits up to {scale:.1f}); "
-        f"routed mass {mass_before:.3f} -> {mass_after:.3f}"
-    )
-    if apart > TOLERANCE * scale:
-        raise Failed(f"{detail}, more than {TOLERANCE:g} of them")
-    return detail
-
-
-def _require_runnable(source: MoeCheckpoint, max_model_gb: float) -> None:
-    other = sorted({t.dtype for t in source.tensors.values()} - _FLOATS - {"I64", "I32"})
-    if other or "quantization_config" in source.config:
-        raise Skipped(f"the weights are quantised ({', '.join(other) or 'config.json'}); a rollout engine can run them")
-    size = sum(torch.Size(t.shape).numel() * 4 for t in source.tensors.values())
-    if size > max_model_gb * 1e9:
-        raise Skipped(f"the source takes {size / 1e9:.1f} GB in fp32, more than --max-model-gb {max_model_gb:g}")

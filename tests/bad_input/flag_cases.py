@@ -41,6 +41,9 @@ EVALUATE: dict[str, tuple[list[str], str]] = {
     "evaluate nothing": (["--limit", "0"], "--limit must be 1 or more: 0"),
     "evaluate in batches of 0": (["--batch-size", "0"], "--batch-size must be 1 or more: 0"),
     "evaluate an unknown kind": (["--kind", "distil"], "invalid choice 'distil' for argument '--kind'"),
+    "evaluate two models": (["--plan", "p.json"], "exactly one of --model, --endpoint, --plan: --model and --plan given"),
+    "evaluate a served base of an upcycled model": (["--base-endpoint", "http://h"], "--base-endpoint is for --kind prune"),
+    "evaluate a name without a server": (["--base-endpoint-model", "x"], "--base-endpoint-model names what --base-endpoint"),
     "evaluate a suite that is none": (["--suite", "/no"], "a suite is a directory with a suite.json: '/no' has none"),
 }
 
@@ -66,6 +69,21 @@ CASES: dict[str, Case] = {
         for name, (flags, message) in PLAN.items()
     },
     **{name: Case(lambda w, f=flags: w.evaluate(*f), message) for name, (flags, message) in EVALUATE.items()},
+    "evaluate a plan that is not there": Case(lambda w: w.evaluate_plan(w.path / "no.json"), "--plan must be a file of `prune plan`"),
+    "evaluate a plan that is none": Case(
+        lambda w: w.evaluate_plan(w.file("p.json", '{"schema": 1}')), r"--plan must be a file of `prune plan`: .*KeyError\('layers'\)"
+    ),
+    "a dry run over nothing": Case(lambda w: w.prune_plan("--dry-run", "/no"), "--dry-run must be a file of JSON lines: /no is none"),
+    "a dry run over another key": Case(
+        lambda w: w.prune_plan("--dry-run", str(w.file("t.jsonl", '{"body": "x"}'))), r"t\.jsonl:1: 'text' must be a text: .*--text-key"
+    ),
+    "a dry run over no JSON": Case(
+        lambda w: w.prune_plan("--dry-run", str(w.file("t.jsonl", "{"))), r"t\.jsonl:1: a line must be a JSON object"
+    ),
+    "a dry run's flag without one": Case(lambda w: w.prune_plan("--batch-size", "4"), "--batch-size is of a --dry-run: none was"),
+    "a dry run on no such device": Case(
+        lambda w: w.prune_plan("--dry-run", str(w.file("t.jsonl", '{"text": "x"}')), "--device", "npu"), "--device npu needs torch_npu"
+    ),
     "required flags missing": Case(lambda w: ["sft_upcycle"], "required and missing: --base-model, --data-path, --train-iters"),
     "an unknown command": Case(lambda w: ["dsa-upcycle", "exprot"], "unknown command exprot; did you mean export; commands"),
     "an unknown flag of a script": Case(lambda w: ["prepare_sft", "--seq-lenght", "9"], "did you mean --seq-length"),

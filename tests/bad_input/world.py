@@ -129,6 +129,14 @@ class World:
         return ["dsa-upcycle", "evaluate", "--base", str(self.base), "--model", str(self.copy("export")),
                 "--suite", str(self.copy("suite")), "--output", str(self.out), "--device", "cpu", *flags]  # fmt: skip
 
+    def evaluate_plan(self, plan: Path) -> list[str]:
+        return ["dsa-upcycle", "evaluate", "--kind", "prune", "--base", str(self.base), "--plan", str(plan),
+                "--suite", str(self.copy("suite")), "--output", str(self.out), "--device", "cpu"]  # fmt: skip
+
+    def prune_plan(self, *flags: str) -> list[str]:
+        """A plan that keeps all 8 experts, which needs no statistics."""
+        return ["dsa-upcycle", "prune", "plan", "--model", str(self.base), "--keep", "8", "--output", str(self.out), *flags]
+
 
 def edit_json(file: Path, change: Callable[[Any], Any]) -> None:
     """Rewrite a JSON file with what `change` made of its content (in place, or returned)."""

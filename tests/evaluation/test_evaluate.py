@@ -71,7 +71,7 @@ def test_a_model_that_differs_takes_part(of_export):
 def test_the_page_and_the_console_say_what_the_json_says(of_export, tiny_base, export, suite, tmp_path, capsys):
     output, got = of_export
     page = (output / "recovery.md").read_text()
-    assert f"Held-out perplexity: base {got['perplexity']['base']:.3f}" in page
+    assert f"tokens: base {got['perplexity']['base']:.3f}, model {got['perplexity']['model']:.3f}. Loss, model minus base" in page
     assert "| echo | 6 | 0.100 |" in page and "no task is counted" in page
     _evaluate(tiny_base, export, suite, tmp_path / "out", limit=2)
     said = capsys.readouterr().out
@@ -142,9 +142,9 @@ def test_warns_when_no_row_reaches_topk(export, suite, tiny_base, tmp_path):
         ({"batch_size": 0}, "--batch-size must be 1 or more: 0"),
         ({"device": "npu"}, "--device must be cpu or cuda"),
         ({"limit": 0}, "--limit must be 1 or more"),
-        ({"endpoint": "http://localhost:1"}, "exactly one of --model and --endpoint: both given"),
-        ({"model": None}, "exactly one of --model and --endpoint: neither given"),
-        ({"endpoint_model": "x"}, "--endpoint-model names what an --endpoint serves: 'x' without one"),
+        ({"endpoint": "http://localhost:1"}, "exactly one of --model, --endpoint, --plan: --model and --endpoint given"),
+        ({"model": None}, "exactly one of --model, --endpoint, --plan: none given"),
+        ({"endpoint_model": "x"}, "--endpoint-model names what --endpoint serves: 'x' without one"),
     ],
 )
 def test_refuses_settings(tiny_base, export, suite, tmp_path, options, message):

@@ -86,7 +86,7 @@ def _documents():
 
 def test_perplexity_and_participation_are_means_over_tokens():
     base, model = _documents()
-    entry = perplexity_entry(base, model)
+    entry = perplexity_entry(base, model, base.tokens)
     assert entry["base"] == pytest.approx(math.exp(2.0)) and entry["model"] == pytest.approx(math.exp(1.5))
     assert entry["loss_difference"] == pytest.approx(-0.5)
     assert entry["loss_difference_stderr"] == pytest.approx(0.0)  # the same in both documents
@@ -98,11 +98,15 @@ def test_perplexity_and_participation_are_means_over_tokens():
 
 
 def test_perplexity_that_was_not_measured_is_null():
-    entry = perplexity_entry(_documents()[0], None)
+    base, model = _documents()
+    entry = perplexity_entry(base, None, base.tokens)
     assert entry["base"] == pytest.approx(math.exp(2.0)) and entry["loss"][0] == pytest.approx(2.0)
     for key in ("model", "loss_difference", "loss_difference_stderr", "bypassed", "scrambled_indices"):
         assert entry[key] is None
     assert [entry[key][1] for key in ("stderr", "loss", "loss_stderr")] == [None, None, None]
+    entry = perplexity_entry(None, model, base.tokens)
+    assert entry["model"] == pytest.approx(math.exp(1.5)) and entry["loss"] == [None, pytest.approx(1.5)]
+    assert entry["base"] is None and entry["loss_difference"] is None and entry["tokens"] == 40
 
 
 def test_a_base_part_that_is_not_the_base_shows():

@@ -198,7 +198,8 @@ def quantised(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
         if how == "fp8":
             result[key] = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
             scale = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator)
-            result[key + "_scale_inv"] = scale
+            v4 = key.endswith((".w1.weight", ".w2.weight", ".w3.weight"))
+            result[key.removesuffix("weight") + "scale" if v4 else key + "_scale_inv"] = scale
         else:
             result[key] = torch.randint(-128, 128, (rows, -(-columns // 2)), dtype=torch.int8, generator=generator)
             scale = torch.randint(100, 140, (rows, -(-columns // 32)), dtype=torch.uint8, generator=generator)

@@ -28,6 +28,7 @@ KINDS = [
     ("deepseek_v3", {"quantise": "fp8"}),
     ("deepseek_v32", {"quantise": "fp8"}),
     ("deepseek_v4", {}),
+    ("deepseek_v4", {"quantise": "fp8"}),
     ("deepseek_v4", {"quantise": "fp4"}),
     ("deepseek_v4", {"quantise": "fp4", "prefix": "model."}),
 ]

@@ -5,24 +5,26 @@ import json
 import pytest
 import torch
 
-from megatron_patch.pruning import apply, oracle, shards
+from megatron_patch.pruning import apply, shards
 from megatron_patch.pruning.checkpoint import MoeCheckpoint
+from megatron_patch.pruning.masked import as_planned
 from megatron_patch.pruning.plan_file import Plan, read_plan
+from megatron_patch.pruning.verify_logits import logits_and_mass
 from megatron_patch.pruning.wish import Wish
-from tests.pruning import checkpoints
+from tests.pruning import checkpoints, oracle
 from tests.pruning.conftest import make_pruned, prune
 
 TOKENS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
 def logits(path) -> torch.Tensor:
-    return oracle.logits_and_mass(oracle.load_model(path), TOKENS)[0]
+    return oracle.logits_of(path, TOKENS)
 
 
 def masked_logits(model, kept, tables=None) -> torch.Tensor:
-    loaded = oracle.load_model(model)
+    loaded = oracle.load(model)
     with oracle.masked(loaded, kept, tables):
-        return oracle.logits_and_mass(loaded, TOKENS)[0]
+        return logits_and_mass(loaded, TOKENS)[0]
 
 
 def apart(a, b) -> float:
@@ -86,9 +88,9 @@ def test_flattened_groups_equal_the_masked_model_without_groups(tmp_path):
     made = make_pruned(tmp_path, "deepseek_v3", Wish(keep=7, groups="flatten"))
     plan = read_plan(made.plan, MoeCheckpoint(made.model))
     assert plan.config_changes["n_group"] == (4, 1) and plan.config_changes["topk_group"] == (2, 1)
-    loaded = oracle.load_model(made.model)
+    loaded = oracle.load(made.model)
     with oracle.masked(loaded, plan.kept), oracle.reconfigured(loaded, plan.config_changes):
-        expected = oracle.logits_and_mass(loaded, TOKENS)[0]
+        expected = logits_and_mass(loaded, TOKENS)[0]
     assert apart(logits(made.output), expected) < 1e-5
 
 
@@ -97,12 +99,12 @@ def test_zero_is_no_mask_where_biases_are_negative(pruned):
     if json.loads((pruned.model / "config.json").read_text())["model_type"] not in ("deepseek_v3", "deepseek_v32"):
         pytest.skip("no bias decides there")
     plan = read_plan(pruned.plan, MoeCheckpoint(pruned.model))
-    loaded = oracle.load_model(pruned.model)
+    loaded = oracle.load(pruned.model)
     for number, router in oracle.routers(loaded).items():
         dropped = torch.ones(checkpoints.EXPERTS, dtype=torch.bool)
         dropped[plan.kept[number]] = False
         router.e_score_correction_bias.masked_fill_(dropped, 0.0)
-    assert apart(oracle.logits_and_mass(loaded, TOKENS)[0], logits(pruned.output)) > 0.1
+    assert apart(logits_and_mass(loaded, TOKENS)[0], logits(pruned.output)) > 0.1
 
 
 def test_a_bias_in_bf16_changes_choices():
@@ -118,33 +120,33 @@ def test_softmax_mass_grows_when_experts_go(tmp_path):
     """V2-Lite's router is not renormalised: the same tokens get more routed weight. Others keep their mass."""
     for model_type, grows in (("deepseek_v2", True), ("deepseek_v3", False), ("deepseek_v4", False)):
         made = make_pruned(tmp_path / model_type, model_type)
-        before, after = (oracle.logits_and_mass(oracle.load_model(p), TOKENS)[1] for p in (made.model, made.output))
+        before, after = (logits_and_mass(oracle.load(p), TOKENS)[1] for p in (made.model, made.output))
         assert after > before * 1.05 if grows else after == pytest.approx(before, rel=1e-5)
 
 
 def test_the_scale_can_be_corrected_as_an_option(tmp_path):
     """By the ratio of the masses that `verify` prints; off by default."""
     made = make_pruned(tmp_path / "plain", "deepseek_v2")
-    before, after = (oracle.logits_and_mass(oracle.load_model(p), TOKENS)[1] for p in (made.model, made.output))
+    before, after = (logits_and_mass(oracle.load(p), TOKENS)[1] for p in (made.model, made.output))
     wish = Wish(keep=8, routed_scaling_factor=before / after)
     corrected = prune(tmp_path, made.model, made.stats, wish)
     plan = read_plan(corrected.plan, MoeCheckpoint(corrected.model))
     assert plan.config_changes["routed_scaling_factor"] == (1.0, before / after)
-    loaded = oracle.load_model(corrected.model)
+    loaded = oracle.load(corrected.model)
     with oracle.masked(loaded, plan.kept), oracle.reconfigured(loaded, plan.config_changes):
-        expected, mass = oracle.logits_and_mass(loaded, TOKENS)
+        expected, mass = logits_and_mass(loaded, TOKENS)
     assert apart(logits(corrected.output), expected) < 1e-5
     assert abs(mass - before) < 0.5 * abs(after - before)  # not equal: inputs of the routers change as well
 
 
 def test_masks_are_lifted_again(pruned):
-    loaded = oracle.load_model(pruned.model)
-    before = oracle.logits_and_mass(loaded, TOKENS)[0]
+    loaded = oracle.load(pruned.model)
+    before = logits_and_mass(loaded, TOKENS)[0]
     plan = read_plan(pruned.plan, MoeCheckpoint(pruned.model))
     tables = {number: torch.zeros(96, checkpoints.TOP_K, dtype=torch.int64) for number in plan.tid2eid}
     with oracle.masked(loaded, plan.kept, tables):
-        assert apart(oracle.logits_and_mass(loaded, TOKENS)[0], before) > 1e-2
-    assert torch.equal(oracle.logits_and_mass(loaded, TOKENS)[0], before)
+        assert apart(logits_and_mass(loaded, TOKENS)[0], before) > 1e-2
+    assert torch.equal(logits_and_mass(loaded, TOKENS)[0], before)
 
 
 def test_v4_with_43_layers_and_more_compress_ratios(tmp_path):
@@ -163,3 +165,21 @@ def test_v4_with_43_layers_and_more_compress_ratios(tmp_path):
     (made.model / "config.json").write_text(json.dumps(config))
     again = prune(tmp_path, made.model, made.stats, Wish(keep=4))
     assert json.loads((again.output / "config.json").read_text())["compress_ratios"] == ratios[:44]
+
+
+@pytest.mark.parametrize("wish", [Wish(keep=8), Wish(keep=12, mtp="scores"), Wish(keep=7, groups="flatten", routed_scaling_factor=2.0)])
+@pytest.mark.parametrize("model_type", checkpoints.FAMILIES)
+def test_the_dry_run_routes_as_the_plan_says(tmp_path, model_type, wish):
+    """Kept experts, groups, scale and hash tables together, of plans with and without MTP layers."""
+    model = checkpoints.make(tmp_path / "model", model_type)
+    checkpoint = MoeCheckpoint(model)
+    if wish.mtp == "scores" and not checkpoint.mtp_layers:
+        pytest.skip("no MTP layer")
+    layers = tuple(n for n, layer in checkpoint.layers.items() if wish.mtp == "scores" or not layer.mtp)
+    made = prune(tmp_path, model, checkpoints.make_statistics(model, tmp_path / "stats", layers=layers), wish)
+    loaded, expected = oracle.load(model), logits(made.output)
+    whole = logits_and_mass(loaded, TOKENS)[0]
+    with as_planned(loaded, checkpoint, read_plan(made.plan, checkpoint)):
+        assert apart(logits_and_mass(loaded, TOKENS)[0], expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+    assert apart(whole, expected) > 1e-2, "the plan changes nothing"
+    assert torch.equal(logits_and_mass(loaded, TOKENS)[0], whole), "the plan must be gone after the block"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_patch.pruning import apply, oracle, verify
+from megatron_patch.pruning import apply, verify, verify_logits
+from megatron_patch.pruning.hooks import moe_blocks
 from megatron_patch.pruning.wish import Wish
 from tests.pruning import checkpoints
 from tests.pruning.conftest import make_pruned, prune
@@ -179,16 +180,16 @@ def _total_size(output, size):
 def test_the_oracle_sees_what_the_bytes_do_not(tmp_path, monkeypatch):
     """Were the renumbering wrong in the plan and the files alike, only the logits would tell."""
     made = make_pruned(tmp_path, "deepseek_v3")
-    real = oracle.load_model
+    real = verify_logits.load_model
 
-    def other_order(path):
-        model = real(path)
+    def other_order(path, **options):
+        model = real(path, **options)
         if path == made.output:
-            for router in oracle.routers(model).values():
-                router.weight.data = router.weight.data.flip(0)
+            for block in moe_blocks(model).values():
+                block.gate.weight.data = block.gate.weight.data.flip(0)
         return model
 
-    monkeypatch.setattr(oracle, "load_model", other_order)
+    monkeypatch.setattr(verify_logits, "load_model", other_order)
     status, detail = result(made.model, made.output, made.plan, tmp_path)["masked oracle"]
     assert status == "FAIL" and "largest difference" in detail
 

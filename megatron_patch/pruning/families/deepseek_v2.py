@@ -11,6 +11,7 @@ from .family import HF_NAMING, Family
 
 FAMILY = Family(
     model_type="deepseek_v2",
+    model_class="DeepseekV2ForCausalLM",
     namings=(replace(HF_NAMING, bias=None),),
     router="softmax",
     # transformers ignores norm_topk_prob here; the engines obey it. Both leave the mass alone only where it is set.

@@ -10,6 +10,7 @@ from .family import HF_NAMING, Family
 
 FAMILY = Family(
     model_type="deepseek_v3",
+    model_class="DeepseekV3ForCausalLM",
     namings=(HF_NAMING,),
     router="sigmoid",
     normalised=None,

@@ -7,4 +7,4 @@ from dataclasses import replace
 
 from .deepseek_v3 import FAMILY as V3
 
-FAMILY = replace(V3, model_type="deepseek_v32")
+FAMILY = replace(V3, model_type="deepseek_v32", model_class="DeepseekV32ForCausalLM")

@@ -33,6 +33,7 @@ _HF = replace(
 )
 FAMILY = Family(
     model_type="deepseek_v4",
+    model_class="DeepseekV4ForCausalLM",
     namings=(_NATIVE, _PREFIXED, _HF),
     router="sqrtsoftplus",
     normalised=True,

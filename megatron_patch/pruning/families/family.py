@@ -96,6 +96,8 @@ class Family:
 
     Attributes:
         model_type: of config.json.
+        model_class: transformers' class. Named, not found through auto_map: a published checkpoint may bring code of its
+            own, which is never run.
         namings: the ways in which its tensors are called; a checkpoint uses one.
         router: the function of the router's logits: softmax | sigmoid | sqrtsoftplus.
         normalised: chosen weights are divided by their sum, so that dropping experts leaves the routed mass alone.
@@ -108,6 +110,7 @@ class Family:
     """
 
     model_type: str
+    model_class: str
     namings: tuple[Naming, ...]
     router: str
     normalised: bool | None

@@ -1,8 +1,8 @@
-"""The oracle of pruning: the source model, forbidden to use the dropped experts, must give the pruned model's logits.
+"""An oracle of pruning that is not the package's: the source model, forbidden to use the dropped experts.
 
-Where a selection bias chooses, it is -inf for dropped experts (0 would win over negative biases). A softmax router gets
-logits of -inf before its softmax, which is what removing rows does. A hash-routed layer gets the pruned table in old
-numbers. Everything else is transformers' own code.
+Where a selection bias chooses, it is -inf for dropped experts. A softmax router gets logits of -inf before its softmax,
+which is what removing rows does. A hash-routed layer gets the pruned table in old numbers. Everything else is
+transformers' own code; `megatron_patch.pruning.masked` has a softmax router of its own instead.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_patch.errors import UserError
-from megatron_patch.pruning.config_json import read_config
-from megatron_patch.pruning.moe_layers import CLASSES
+from megatron_patch.pruning.load import load_model
+from megatron_patch.pruning.verify_logits import logits_and_mass
 
 _NEG_INF = float("-inf")
+
+
+def load(path: str | Path) -> nn.Module:
+    return load_model(path, dtype="float32")
+
+
+def logits_of(path: str | Path, tokens: Tensor) -> Tensor:
+    return logits_and_mass(load(path), tokens)[0]
+
 
 class _MaskedLinear(TorchFunctionMode):
     """Inside, the result of a linear map is -inf in the dropped columns."""
@@ -32,45 +40,6 @@ class _MaskedLinear(TorchFunctionMode):
         if func is nn.functional.linear:
             return result.masked_fill(self.dropped_E.to(result.device), _NEG_INF)
         return result
-
-
-def load_model(path: str | Path) -> nn.Module:
-    """A model through transformers in fp32 on the CPU, every parameter from the files; no code of the directory runs.
-
-    Raises:
-        UserError: transformers misses or reshapes a tensor, or cannot load the model.
-    """
-    import transformers
-
-    config = read_config(Path(path))
-    if "dsa_layers" in config:  # an upcycled export; transformers' own class would leave parts of it random
-        from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM as model_class
-    else:
-        model_class = getattr(transformers, CLASSES[config["model_type"]], None)
-    if model_class is None:
-        raise UserError(
-            f"transformers must know the model: {transformers.__version__} has no {CLASSES[config['model_type']]}; use 5.24"
-        )
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list the MTP layer, tensor by tensor
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-    try:
-        model, info = model_class.from_pretrained(
-            path, output_loading_info=True, use_safetensors=True, local_files_only=True, **options
-        )
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"transformers must be able to load the model: {path}: {str(error)[:300]}; leave the logits out with --no-logits"
-        ) from None
-    finally:
-        logging.set_verbosity(verbosity)
-    for fault in ("missing_keys", "mismatched_keys"):
-        if info[fault]:
-            raise UserError(
-                f"transformers must fill the model from its files: {fault} of {path}: {sorted(map(str, info[fault]))[:3]}"
-            )
-    return model.eval()
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -137,19 +106,3 @@ def reconfigured(model: nn.Module, config_changes: dict[str, tuple]) -> Iterator
     finally:
         for router, values in before:
             vars(router).update(values)
-
-
-@torch.no_grad()
-def logits_and_mass(model: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
-    """Logits [batch, tokens, vocabulary] and the mean sum of a token's routing weights."""
-    masses: list[float] = []
-    hooks = [
-        router.register_forward_hook(lambda _m, _i, output: masses.append(float(output[1].sum(-1).mean())))
-        for router in routers(model).values()
-    ]
-    try:
-        logits = model(tokens, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return logits, sum(masses) / max(len(masses), 1)
