@@ -5,15 +5,16 @@
 Experts are chosen by statistics over training conversations (never the suite's rows) and scored on the suite with masked
 routers, so nothing is written. Two ways of choosing: `all tasks` keeps one set of experts for all tasks, `own task` one
 set per task from that task's conversations alone. The first table is the mean over tasks of exact match, divided by the
-whole base's; the second the lowest ratio of a task to the whole base, by which `evaluate` gives its verdict. Random
-keeping is the mean of several draws, with the lowest and highest in brackets.
+whole base's; the second the lowest ratio of a task to the whole base, by which `evaluate` gives its verdict; the third
+is task by task with half of the experts. Random keeping is the mean of several draws, with the lowest and highest in
+brackets.
 """
 
 import json
 import random
 import statistics as stdlib_statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +41,11 @@ Kept = dict[int, list[int]]
 
 
 class Relative(NamedTuple):
-    """Exact match over the whole base's: of the means over tasks, and of the worst task."""
+    """Exact match over the whole base's: of the means over tasks, of the worst task, and of each task."""
 
     mean: float
     worst: float
+    tasks: dict[str, float]
 
 
 @dataclass
@@ -122,7 +124,8 @@ def measure(arguments: Arguments, scorer: Scorer) -> None:
     def relative(kept: Mapping[str, Kept]) -> Relative:
         left = scorer.score(kept)
         mean = stdlib_statistics.mean(left.values()) / stdlib_statistics.mean(whole.values())
-        return Relative(mean, min(left[name] / whole[name] for name in names))
+        ratios = {name: left[name] / whole[name] for name in names}
+        return Relative(mean, min(ratios.values()), ratios)
 
     def chosen(source: SourceStatistics, criterion: str, keep: int) -> Kept:
         rows_LE = scores(source, criterion)
@@ -145,17 +148,22 @@ def measure(arguments: Arguments, scorer: Scorer) -> None:
     kept = [f"{keep} of {seen.num_experts}" for keep in arguments.keep]
     print_table("mean over tasks", kept, [{k: [r.mean for r in v] for k, v in row.items()} for row in rows])
     print_table("worst task", kept, [{k: [r.worst for r in v] for k, v in row.items()} for row in rows])
+    half = seen.num_experts // 2
+    if half in arguments.keep:
+        row = rows[arguments.keep.index(half)]
+        by_task = [{k: [r.tasks[name] for r in v] for k, v in row.items()} for name in names]
+        print_table(f"{half} of {seen.num_experts} experts, task by task", names, by_task, first="task")
 
 
 def entries(keeps: Sequence[int], rows: Sequence[dict[str, list[Relative]]]) -> list[dict]:
     """As every benchmark writes them: a criterion against random keeping, whose mean and extremes over draws are given."""
     found = []
     for keep, row in zip(keeps, rows, strict=True):
-        for measure in Relative._fields:
-            draws = [getattr(draw, measure) for draw in row["random"]]
+        for measure, read in measures(row).items():
+            draws = [read(draw) for draw in row["random"]]
             theirs = stdlib_statistics.mean(draws)
             for criterion in [name for name in row if name != "random"]:
-                ours = getattr(row[criterion][0], measure)
+                ours = read(row[criterion][0])
                 found.append(
                     {
                         "name": f"prune_demo/{measure}/{criterion}/keep={keep}",
@@ -172,9 +180,15 @@ def entries(keeps: Sequence[int], rows: Sequence[dict[str, list[Relative]]]) -> 
     return found
 
 
-def print_table(title: str, kept: list[str], rows: list[dict[str, list[float]]]) -> None:
+def measures(row: Mapping[str, list[Relative]]) -> dict[str, Callable[[Relative], float]]:
+    """What is reported of a way of keeping: mean, worst, and each task."""
+    found: dict[str, Callable[[Relative], float]] = {"mean": lambda r: r.mean, "worst": lambda r: r.worst}
+    return found | {f"task={name}": lambda r, name=name: r.tasks[name] for name in row["random"][0].tasks}
+
+
+def print_table(title: str, kept: list[str], rows: list[dict[str, list[float]]], first: str = "kept") -> None:
     """Markdown."""
-    print(f"\n{title}, relative to the whole base\n\n| kept | " + " | ".join(rows[0]) + " |")
+    print(f"\n{title}, relative to the whole base\n\n| {first} | " + " | ".join(rows[0]) + " |")
     print("|" + "---:|" * (len(rows[0]) + 1))
     for name, row in zip(kept, rows, strict=True):
         print(f"| {name} | " + " | ".join(map(_cell, row.values())) + " |")
