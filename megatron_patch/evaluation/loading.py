@@ -13,7 +13,7 @@ from megatron_patch.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import SafetensorsDir
-from megatron_patch.model.architecture import Architecture, read_architecture, read_config
+from megatron_patch.model.architecture import BASE_LAYERS, Architecture, is_native, read_architecture, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,8 +27,9 @@ class ModelDirectory:
     """What a model directory holds, found without loading it.
 
     Attributes:
-        dsa_layers: numbers of its DSA layers; empty for a base or a pruned model.
+        dsa_layers: numbers of the DSA layers that upcycling added; empty for a base or a pruned model.
         index_topk: keys that a query of those attends to; None without DSA layers.
+        native: the base's layers below them are DSA too.
         own_code: load with the code in the directory rather than with this package's (which is not the same).
     """
 
@@ -37,6 +38,7 @@ class ModelDirectory:
     dsa_layers: tuple[int, ...]
     index_topk: int | None
     own_code: bool
+    native: bool = False
 
 
 def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> ModelDirectory:
@@ -52,7 +54,8 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
     path = Path(path)
     arch, config = read_architecture(path, export=True), read_config(path)
     SafetensorsDir(path)  # refuses missing and truncated shards
-    if config["architectures"] != [ARCHITECTURE]:
+    native = is_native(config)
+    if not native and config["architectures"] != [ARCHITECTURE]:
         if config.get("dsa_layers"):
             raise UserError(
                 f"a model with dsa_layers must be a {ARCHITECTURE}: {path} says {config['architectures']}, with which "
@@ -60,6 +63,8 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
             )
         return ModelDirectory(path, arch, (), None, own_code=False)
     layers, topk = config.get("dsa_layers"), config.get("dsa_index_topk")
+    if native:
+        layers, topk = list(range(config[BASE_LAYERS], arch.num_layers)), config.get("index_topk")
     numbers = set(range(arch.num_layers))
     if not isinstance(layers, list) or not layers or not all(isinstance(i, int) and i in numbers for i in layers):
         raise UserError(
@@ -73,7 +78,7 @@ def inspect_directory(path: str | Path, *, trust_remote_code: bool = False) -> M
             f"an export's code must be this release's: {', '.join(differing)} in {path} is missing or another; export "
             "it again, or pass --trust-remote-code to run the code in the directory"
         )
-    return ModelDirectory(path, arch, tuple(sorted(layers)), topk, own_code=bool(differing))
+    return ModelDirectory(path, arch, tuple(sorted(layers)), topk, own_code=bool(differing), native=native)
 
 
 def _same_code(file: Path, ours: Path) -> bool:
@@ -143,9 +148,10 @@ def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tupl
         from transformers import DeepseekV2ForCausalLM
 
         return DeepseekV2ForCausalLM.from_pretrained(directory.path, **options)
-    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
+    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM, DeepseekV32ForCausalLM
 
-    return DeepseekV2DsaForCausalLM.from_pretrained(directory.path, **options)
+    model_class = DeepseekV32ForCausalLM if directory.native else DeepseekV2DsaForCausalLM
+    return model_class.from_pretrained(directory.path, **options)
 
 
 def _model_reference(path: Path) -> str:
