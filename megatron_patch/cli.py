@@ -109,7 +109,7 @@ class Export:
     iteration: int | None = None
     """Which checkpoint; default: the latest."""
     layout: Literal["hybrid", "native"] = "hybrid"
-    """hybrid: base layers as they are, DSA layers on top. (native is not in this release.)"""
+    """hybrid: base layers as they are, DSA layers on top; native: every layer DSA, for inference engines and verl."""
     base_shards: Literal["copy", "symlink"] = "copy"
     """symlink saves the space, and needs the base to stay where it is."""
 

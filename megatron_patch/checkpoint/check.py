@@ -4,16 +4,25 @@ No code of the export runs: its Python files must equal this package's, and thos
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from megatron_patch.checkpoint import export_files
+from megatron_patch.checkpoint import check_native, export_files
+from megatron_patch.checkpoint.check_native import same_bits
 from megatron_patch.checkpoint.export import MANIFEST_FILE
-from megatron_patch.checkpoint.hf_mapping import hybrid_mapping, require_same_names, sizes
+from megatron_patch.checkpoint.hf_mapping import require_same_names
+from megatron_patch.checkpoint.layouts import (
+    ARCHITECTURES,
+    HYBRID,
+    NATIVE,
+    ExportTensors,
+    export_tensors,
+    layout_config,
+    layout_of,
+)
 from megatron_patch.checkpoint.load_base import IGNORED_HF_NAMES
 from megatron_patch.claims import Failed, Skipped, all_hold, examine, print_table, say_failures
 from megatron_patch.errors import EXIT_OK, EXIT_USER
@@ -21,10 +30,15 @@ from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.io.safetensors_dir import SafetensorsDir
 from megatron_patch.io.strict_json import read_json
-from megatron_patch.model.architecture import DsaSettings, read_architecture, read_config
+from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture, read_config
 from megatron_patch.model.layer_pattern import appended_pattern
 
 SCHEMA = 1
+_WITHOUT_TRUST = {
+    HYBRID: "transformers raises no error: its stock class takes the directory with a random query projection in the DSA "
+    "layers and dense attention, and gives wrong results.",
+    NATIVE: "transformers from 5.11 on raises no error: its own deepseek_v32 routes by sigmoid, and gives wrong results.",
+}
 _CONVERSATION = [
     {"role": "user", "content": "Which key opens the door?"},
     {"role": "assistant", "content": "The third."},
@@ -50,12 +64,13 @@ def check(export: str | Path, base: str | Path, json_file: str | Path | None = N
     export, base = Path(export), Path(base)
     base_tensors = SafetensorsDir(base)
     read_architecture(base)
-    read_config(export)
+    native = layout_of(read_config(export)) == NATIVE
     claims: list[tuple[str, Callable[[], str]]] = [
         ("config", lambda: _config(export, base)),
         ("tensor names", lambda: _names(export, base)),
         ("base tensors", lambda: _base_bytes(export, base_tensors)),
         ("DSA tensors", lambda: _dsa_tensors(export, base)),
+        *([("native layers", lambda: check_native.native_layers(export, base))] if native else []),
         ("files", lambda: _files(export)),
         ("code", lambda: _code(export)),
         ("tokenizer", lambda: _tokenizer(export, base)),
@@ -66,10 +81,7 @@ def check(export: str | Path, base: str | Path, json_file: str | Path | None = N
     checks.append(examine("loads", lambda: _loads(export, load, sound)))
     passed = all_hold(checks)
     print_table(f"check of {export}", checks)
-    print(
-        "Load it with trust_remote_code=True. Without, transformers raises no error: its stock class takes the "
-        "directory with a random query projection in the DSA layers and dense attention, and gives wrong results."
-    )
+    print(f"Load it with trust_remote_code=True. Without, {_WITHOUT_TRUST[NATIVE if native else HYBRID]}")
     if json_file is not None:
         atomic_write_json(
             json_file,
@@ -87,23 +99,44 @@ def check(export: str | Path, base: str | Path, json_file: str | Path | None = N
     return EXIT_USER
 
 
-def _dsa_settings(export: Path) -> tuple[DsaSettings, int, int]:
-    """(indexer sizes, latent width, number of DSA layers) that the export's config claims."""
-    config = read_config(export)
-    keys = ("dsa_index_topk", "dsa_index_n_heads", "dsa_index_head_dim", "dsa_q_rank")
+@dataclass(frozen=True)
+class _Claimed:
+    """What the export's config.json says of its DSA layers, and what follows from that and from the base."""
+
+    layout: str
+    arch: Architecture
+    pattern: tuple[str, ...]
+    dsa: DsaSettings
+    q_rank: int
+
+    def tensors(self) -> ExportTensors:
+        return export_tensors(self.layout, self.arch, self.pattern, self.dsa)
+
+
+def _claimed(export: Path, base: Path) -> _Claimed:
+    config, arch = read_config(export), read_architecture(base)
+    layout = layout_of(config)
+    if layout == NATIVE:
+        keys = ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank", "num_hidden_layers")
+    else:
+        keys = ("dsa_index_topk", "dsa_index_n_heads", "dsa_index_head_dim", "dsa_q_rank")
     values = [config.get(key) for key in keys]
-    layers = config.get("dsa_layers")
-    if not isinstance(layers, list) or not all(isinstance(v, int) and v > 0 for v in values):
-        raise Failed(f"config.json lacks whole numbers in {', '.join(keys)} or a list in dsa_layers")
-    return DsaSettings(*values[:3]), values[3], len(layers)
+    layers = config.get("dsa_layers", [])
+    if not all(type(v) is int and v > 0 for v in values) or not isinstance(layers, list) or (layout != NATIVE and not layers):
+        raise Failed(f"config.json lacks whole numbers in {', '.join(keys)}{'' if layout == NATIVE else ' or a list in dsa_layers'}")
+    num_dsa = values[4] - arch.num_layers if layout == NATIVE else len(layers)
+    if num_dsa < 1:
+        raise Failed(f"num_hidden_layers is {values[4]}, must exceed the base's {arch.num_layers}")
+    return _Claimed(layout, arch, appended_pattern(arch.num_layers, num_dsa), DsaSettings(*values[:3]), values[3])
 
 
 def _config(export: Path, base: Path) -> str:
     """Equal to what the exporter would write now; so every other key is the base's."""
     config, base_config = read_config(export), read_config(base)
-    dsa, q_rank, num_dsa = _dsa_settings(export)
-    pattern = appended_pattern(base_config["num_hidden_layers"], num_dsa)
-    expected = export_files.export_config(base_config, pattern, dsa, q_rank)
+    claimed = _claimed(export, base)
+    expected = layout_config(
+        claimed.layout, base_config, claimed.arch, claimed.pattern, claimed.dsa, claimed.q_rank
+    )
     differing = sorted(k for k in config.keys() | expected.keys() if config.get(k, Failed) != expected.get(k, Failed))
     if differing:
         shown = "; ".join(
@@ -111,26 +144,24 @@ def _config(export: Path, base: Path) -> str:
         )
         raise Failed(f"{len(differing)} keys are not the base's with the DSA layers added: {shown}")
     changed = sorted(k for k in expected if base_config.get(k, Failed) != expected[k])
-    return f"one architecture, {export_files.ARCHITECTURE}; differs from the base's only in {', '.join(changed)}"
+    return f"one architecture, {ARCHITECTURES[claimed.layout]}; differs from the base's only in {', '.join(changed)}"
 
 
 def _names(export: Path, base: Path) -> str:
-    arch = read_architecture(base)
-    num_dsa = _dsa_settings(export)[2]
-    mapping = hybrid_mapping(arch, appended_pattern(arch.num_layers, num_dsa))
     found = [name for name in SafetensorsDir(export) if not IGNORED_HF_NAMES.fullmatch(name)]
-    require_same_names(str(export), mapping.hf_names, found, "export again")
+    require_same_names(str(export), _claimed(export, base).tensors().shapes, found, "export again")
     return f"{len(found)}, none missing, none extra"
 
 
 def _base_bytes(export: Path, base: SafetensorsDir) -> str:
-    """Every tensor of the base, bit for bit (as bytes: NaN and negative zero count)."""
-    tensors = SafetensorsDir(export)
+    """Every tensor of the base, bit for bit (as bytes: NaN and negative zero count), under its name in the export."""
+    tensors, kept = SafetensorsDir(export), _claimed(export, base.path).tensors().kept
     total = sum(base.nbytes(name) for name in base)
     with tqdm(total=total, unit="B", unit_scale=True, desc="compare with base", leave=False) as bar:
         differing = []
         for name in base:
-            if name not in tensors or not _same_bits(base.load(name), tensors.load(name)):
+            target = kept.get(name, name)
+            if target not in tensors or not same_bits(base.load(name), tensors.load(target)):
                 differing.append(name)
             bar.update(base.nbytes(name))
     if differing:
@@ -138,21 +169,13 @@ def _base_bytes(export: Path, base: SafetensorsDir) -> str:
     return f"{len(base)} tensors, {total / 1e9:.3f} GB, bit-identical to the base's"
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-
-
 def _dsa_tensors(export: Path, base: Path) -> str:
-    arch = read_architecture(base)
-    dsa, q_rank, num_dsa = _dsa_settings(export)
-    if q_rank != arch.hidden_size:
-        raise Failed(f"dsa_q_rank is {q_rank}, must be the hidden size {arch.hidden_size}")
-    shapes = hybrid_mapping(arch, appended_pattern(arch.num_layers, num_dsa)).shapes(sizes(arch, dsa))
-    of_base = set(hybrid_mapping(arch, appended_pattern(arch.num_layers, 0)).hf_names)
-    tensors, count = SafetensorsDir(export), 0
-    for name, shape in shapes.items():
+    claimed = _claimed(export, base)
+    if claimed.q_rank != claimed.arch.hidden_size:
+        raise Failed(f"the query latent is {claimed.q_rank} wide, must be the hidden size {claimed.arch.hidden_size}")
+    expected = claimed.tensors()
+    of_base, tensors, count = set(expected.kept.values()), SafetensorsDir(export), 0
+    for name, shape in expected.shapes.items():
         if name in of_base:
             continue
         if name not in tensors:
@@ -163,7 +186,8 @@ def _dsa_tensors(export: Path, base: Path) -> str:
         if not tensor.isfinite().all():
             raise Failed(f"{name} holds {int((~tensor.isfinite()).sum())} values that are not finite")
         count += tensor.numel()
-    return f"{num_dsa} layers, {count:,} parameters, right shapes, finite"
+    layers = len(claimed.pattern) if claimed.layout == NATIVE else len(claimed.pattern) - claimed.arch.num_layers
+    return f"{layers} layers, {count:,} parameters, right shapes, finite"
 
 
 def _files(export: Path) -> str:
@@ -245,11 +269,14 @@ def _loads(export: Path, load: bool, sound: bool) -> str:
         raise Skipped("left out by --no-load")
     if not sound:
         raise Skipped("not tried, for another check failed")
-    from megatron_patch.hf_model.configuration_deepseek_v2_dsa import DeepseekV2DsaConfig
-    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
+    from megatron_patch.hf_model import configuration_deepseek_v2_dsa as configurations
+    from megatron_patch.hf_model import modeling_deepseek_v2_dsa as models
 
-    config = DeepseekV2DsaConfig.from_pretrained(export)
-    model, info = DeepseekV2DsaForCausalLM.from_pretrained(
+    native = layout_of(read_config(export)) == NATIVE
+    config_class = configurations.DeepseekV32SoftmaxConfig if native else configurations.DeepseekV2DsaConfig
+    model_class = models.DeepseekV32ForCausalLM if native else models.DeepseekV2DsaForCausalLM
+    config = config_class.from_pretrained(export)
+    model, info = model_class.from_pretrained(
         export, config=config, dtype="auto", attn_implementation="eager", output_loading_info=True, use_safetensors=True
     )
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -258,8 +285,9 @@ def _loads(export: Path, load: bool, sound: bool) -> str:
             raise Failed(f"transformers reports {len(names)} {fault}: {', '.join(map(str, sorted(names)[:3]))}")
     tokens = min(config.dsa_index_topk + 8, 128)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    with torch.no_grad(), check_native.input_variances(model) as variances:
         logits = model.eval()(ids, use_cache=False).logits
     if not logits.isfinite().all():
         raise Failed(f"{int((~logits.isfinite()).sum())} of {logits.numel()} logits are not finite")
-    return f"no missing, unexpected or mismatched key; logits of {tokens} tokens finite"
+    said = f"no missing, unexpected or mismatched key; logits of {tokens} tokens finite"
+    return f"{said}; {check_native.describe_eps(variances, config)}" if native else said

@@ -1,9 +1,9 @@
 """A training checkpoint and its base become one Hugging Face directory, all at once or not at all.
 
-The base's shards are copied byte for byte; only the DSA layers' tensors are written anew.
+The base's tensors are copied byte for byte; the DSA layers' are written anew, and in the native layout what that adds to the
+base's layers.
 """
 
-import os
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,10 @@ from tqdm import tqdm
 
 import megatron_patch
 from megatron_patch.checkpoint import export_files
+from megatron_patch.checkpoint.base_shards import place_base, target_name
+from megatron_patch.checkpoint.export_readme import Story, write_readme
 from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names, sizes
+from megatron_patch.checkpoint.layouts import ARCHITECTURES, NATIVE, layout_config
 from megatron_patch.checkpoint.load_base import base_dtype
 from megatron_patch.checkpoint.manifest import (
     WEIGHTS_FILE,
@@ -24,17 +27,16 @@ from megatron_patch.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
+from megatron_patch.checkpoint.native_view import NativeView
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256, identity_of, model_file_hashes
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
-from megatron_patch.io.safetensors_dir import INDEX_FILE, SINGLE_FILE, SafetensorsDir, SafetensorsFile
+from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile
 from megatron_patch.model.architecture import Architecture, read_architecture, read_config
 
 SCHEMA = 1
 MANIFEST_FILE = "upcycle_manifest.json"
 SHARD_BYTES = 4 << 30
-_COPY_BYTES = 1 << 26
-_RENAMED_SINGLE = "model-base-00001-of-00001.safetensors"  # beside an index, readers would take model.safetensors alone
 
 
 def export(
@@ -54,7 +56,7 @@ def export(
         base: the Hugging Face directory that it was trained on.
         output: a new or empty directory.
         iteration: which checkpoint; None: the latest.
-        layout: "hybrid": base layers as they are, DSA layers on top.
+        layout: "hybrid": base layers as they are, DSA layers on top; "native": every layer DSA, for inference engines.
         base_shards: "copy" (on file systems that can, without using space twice) or "symlink" to the base's files.
         progress: show bars over the bytes on stderr.
 
@@ -63,12 +65,7 @@ def export(
             than its layer pattern says.
     """
     base, output = Path(base), Path(output)
-    if layout != "hybrid":
-        raise UserError(
-            f"--layout must be hybrid in this release: {layout!r}; native needs indexers in the base's layers"
-        )
-    if base_shards not in ("copy", "symlink"):
-        raise UserError(f"--base-shards must be copy or symlink: {base_shards!r}; give one of them")
+    _check_arguments(layout, base_shards)
     require_empty(output)
     directory = iteration_directory(checkpoint, iteration)
     manifest = read_manifest(directory)
@@ -78,32 +75,51 @@ def export(
     hashes = model_file_hashes(base, progress=progress)
     _check_base(manifest, base, identity_of(hashes))
     mapping = _check_checkpoint(directory, manifest, arch)
-    config = export_files.export_config(read_config(base), manifest.layer_pattern, manifest.dsa, manifest.q_rank)
+    config = layout_config(layout, read_config(base), arch, manifest.layer_pattern, manifest.dsa, manifest.q_rank)
 
     source, trained = SafetensorsDir(base), SafetensorsFile(directory / WEIGHTS_FILE)
+    dtype, known = base_dtype(source), {}
+    native = NativeView(source, arch, manifest.layer_pattern, manifest.dsa) if layout == NATIVE else None
     with atomic_directory(output) as partial:
-        weight_map = _place_base(source, partial, base_shards, hashes, progress)
-        new = _write_trained(trained, mapping, base_dtype(source), partial, progress)
+        if native is not None:
+            weight_map, new = native.write_base(partial, SHARD_BYTES, progress)
+        else:
+            weight_map, new = place_base(source, partial, base_shards, hashes, progress), {}
+            known = {target_name(file): hashes[file][1] for file in source.files}
+        new |= _write_trained(trained, mapping, dtype, partial, progress)
         _write_index(partial, source, weight_map, new)
         atomic_write_json(partial / "config.json", config)
         export_files.copy_code(partial)
-        notes = export_files.copy_texts(base, partial)
-        export_files.write_readme(
-            partial,
+        notes = export_files.copy_texts(base, partial, native=native is not None)
+        story = Story(
             name=output.absolute().name,
             base_name=base.absolute().name,
             pattern=manifest.layer_pattern,
             topk=manifest.dsa.index_topk,
             kind=manifest.kind,
             iteration=manifest.iteration,
+            native=native,
         )
-        known = {_target_name(name): sha256 for name, (_, sha256) in hashes.items() if name.endswith(".safetensors")}
-        _write_manifest(partial, manifest, base, known)
-    for note in notes:
+        write_readme(partial, story)
+        _write_manifest(partial, layout, manifest, base, known, native)
+    for note in [*notes, *(native.notes() if native else [])]:
         print(f"note: {note}")
     print(
-        f"exported iteration {manifest.iteration} ({manifest.kind}) to {output}: {len(weight_map) + len(new)} tensors"
+        f"exported iteration {manifest.iteration} ({manifest.kind}) to {output}: {len(weight_map) + len(new)} tensors, "
+        f"{layout} layout"
     )
+
+
+def _check_arguments(layout: str, base_shards: str) -> None:
+    if layout not in ARCHITECTURES:
+        raise UserError(f"--layout must be {' or '.join(ARCHITECTURES)}: {layout!r}; give one of them")
+    if base_shards not in ("copy", "symlink"):
+        raise UserError(f"--base-shards must be copy or symlink: {base_shards!r}; give one of them")
+    if layout == NATIVE and base_shards == "symlink":
+        raise UserError(
+            "--base-shards symlink takes the base's files as they are: --layout native renames a tensor of each layer; use "
+            "copy"
+        )
 
 
 def _check_checkpoint(directory: Path, manifest: TrainingManifest, arch: Architecture) -> HybridMapping:
@@ -135,46 +151,6 @@ def _check_base(manifest: TrainingManifest, base: Path, identity: str) -> None:
             f"--base must be the base that the checkpoint was trained on: it was {manifest.base.path} "
             f"(sha256 {manifest.base.sha256[:12]}), {base} is another (sha256 {identity[:12]}); give the former"
         )
-
-
-def _target_name(file: str) -> str:
-    return _RENAMED_SINGLE if file == SINGLE_FILE else file
-
-
-def _place_base(
-    source: SafetensorsDir, output: Path, how: str, hashes: dict[str, tuple[int, str]], progress: bool
-) -> dict[str, str]:
-    """Copy or link the base's files and read the copies back; returns tensor name -> file."""
-    total = 0 if how == "symlink" else 2 * sum(hashes[file][0] for file in source.files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="copy base", disable=not progress or not total) as bar:
-        for file in source.files:
-            target = output / _target_name(file)
-            if how == "symlink":
-                target.symlink_to((source.path / file).resolve())
-                continue
-            _copy(source.path / file, target, bar)
-            if file_sha256(target, bar.update) != hashes[file][1]:
-                raise OSError(
-                    f"{target} differs from {source.path / file} after copying: the disk or its driver is at fault"
-                )
-    return {name: _target_name(source.file_of(name)) for name in source}
-
-
-def _copy(source: Path, target: Path, bar: tqdm) -> None:
-    """Copy in the kernel, which shares blocks where the file system can (XFS, btrfs); elsewhere plainly."""
-    start = bar.n
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        try:
-            while count := os.copy_file_range(reader.fileno(), writer.fileno(), _COPY_BYTES):
-                bar.update(count)
-        except OSError:  # not on this pair of file systems
-            reader.seek(0)
-            writer.seek(0)
-            writer.truncate()
-            bar.n = start
-            while piece := reader.read(_COPY_BYTES):
-                writer.write(piece)
-                bar.update(len(piece))
 
 
 def _write_trained(
@@ -229,13 +205,15 @@ def _write_index(
     atomic_write_json(output / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_manifest(output: Path, manifest: TrainingManifest, base: Path, known: dict[str, str]) -> None:
+def _write_manifest(
+    output: Path, layout: str, manifest: TrainingManifest, base: Path, known: dict[str, str], native: NativeView | None
+) -> None:
     """`upcycle_manifest.json`, last: it holds the hash of every other file; `known` ones are not read again."""
     files = {item.name: known.get(item.name) or file_sha256(item) for item in sorted(output.iterdir())}
     content = {
         "schema": SCHEMA,
         "kind": "upcycle",
-        "layout": "hybrid",
+        "layout": layout,
         "base": {"path": str(base), "sha256": manifest.base.sha256},
         "layer_pattern": list(manifest.layer_pattern),
         "dsa": {
@@ -251,6 +229,7 @@ def _write_manifest(output: Path, manifest: TrainingManifest, base: Path, known:
             "consumed_tokens": manifest.consumed_tokens,
         },
         "frozen_sha256": manifest.frozen_sha256,
+        **({} if native is None else {"native": native.record()}),
         "versions": {
             "megatron_patch": megatron_patch.__version__,
             "torch": torch.__version__,

@@ -1,13 +1,13 @@
-"""The files around the weights of an export: config, tokenizer, code, generation settings, README."""
+"""The files around the weights of an export: config, tokenizer, code, generation settings."""
 
 import shutil
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.io.publish import atomic_write_json, atomic_write_text
+from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import DsaSettings
-from megatron_patch.model.layer_pattern import DSA, format_pattern
+from megatron_patch.model.layer_pattern import DSA
 
 ARCHITECTURE = "DeepseekV2DsaForCausalLM"
 CODE_DIRECTORY = Path(__file__).parent.parent / "hf_model"
@@ -41,16 +41,7 @@ def export_config(base: dict, pattern: tuple[str, ...], dsa: DsaSettings, q_rank
     Raises:
         UserError: the base's config already has DSA layers, or lists a value per layer.
     """
-    if "dsa_layers" in base:
-        raise UserError(
-            "--base must be the base itself: its config.json has dsa_layers; give the model it was made from"
-        )
-    num_layers = base["num_hidden_layers"]
-    per_layer = [k for k, v in base.items() if "layer" in k and isinstance(v, list) and len(v) == num_layers]
-    if per_layer:
-        raise UserError(
-            f"the base's config may list nothing per layer: it has {per_layer}; remove it, V2-Lite has none"
-        )
+    require_exportable(base)
     return base | {
         "architectures": [ARCHITECTURE],
         "auto_map": dict(AUTO_MAP),
@@ -61,6 +52,23 @@ def export_config(base: dict, pattern: tuple[str, ...], dsa: DsaSettings, q_rank
         "dsa_index_head_dim": dsa.index_head_dim,
         "dsa_q_rank": q_rank,
     }
+
+
+def require_exportable(base: dict) -> None:
+    """
+    Raises:
+        UserError: the base's config already has DSA layers, or lists a value per layer.
+    """
+    if "dsa_layers" in base:
+        raise UserError(
+            "--base must be the base itself: its config.json has dsa_layers; give the model it was made from"
+        )
+    num_layers = base["num_hidden_layers"]
+    per_layer = [k for k, v in base.items() if "layer" in k and isinstance(v, list) and len(v) == num_layers]
+    if per_layer:
+        raise UserError(
+            f"the base's config may list nothing per layer: it has {per_layer}; remove it, V2-Lite has none"
+        )
 
 
 def copy_code(output: Path) -> None:
@@ -78,8 +86,11 @@ def require_tokenizer(base: Path) -> None:
         raise UserError(f"the base must have its tokenizer: {base} has none of {', '.join(_VOCABULARY_FILES)}; add it")
 
 
-def copy_texts(base: Path, output: Path) -> list[str]:
+def copy_texts(base: Path, output: Path, *, native: bool = False) -> list[str]:
     """Tokenizer, chat template, generation settings and licences, byte for byte where that is safe.
+
+    Args:
+        native: the export's model type is another than the base's.
 
     Returns:
         Notes for the user: what had to be changed or made.
@@ -99,8 +110,15 @@ def copy_texts(base: Path, output: Path) -> list[str]:
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"tokenizer_config.json must be a JSON object: {base}: {error}; fetch the file again") from None
         if has_code:  # it names code that is not copied
-            atomic_write_json(settings, content)
             notes.append("tokenizer_config.json: auto_map removed, transformers' own tokenizer class is used")
+        # transformers knows for deepseek_v2 that this class is declared wrongly (V2-Lite does so: it would split text as
+        # SentencePiece does). Releases before deepseek_v32 believe it under that type, and tokens would be others.
+        wrong_class = native and _declares_llama(content) and _is_byte_level(output / "tokenizer.json")
+        if wrong_class:
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"
+            notes.append("tokenizer_config.json: tokenizer_class is now PreTrainedTokenizerFast, for its vocabulary is of bytes")
+        if has_code or wrong_class:
+            atomic_write_json(settings, content)
     if (base / "generation_config.json").is_file():
         shutil.copyfile(base / "generation_config.json", output / "generation_config.json")
     else:
@@ -112,61 +130,17 @@ def copy_texts(base: Path, output: Path) -> list[str]:
     return notes
 
 
-README = """\
-# {name}
-
-{base_name} with {num_dsa} DSA (DeepSeek Sparse Attention) layer{plural} on top: layers `{pattern}`.
-The base's {num_base} layers are frozen and byte for byte the base's; layer{plural} {layers} were trained
-({kind}, iteration {iteration}). Every query of a DSA layer attends to the {topk} keys that its indexer scores highest.
-
-## Load it
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-path = "{name}"  # this directory
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype="auto", attn_implementation="sdpa")
-```
-Works with transformers 5.9.0 and 5.24.0; `attn_implementation` is `sdpa` or `eager`. The chat template writes the
-beginning-of-sequence token itself: tokenise rendered text with `add_special_tokens=False`, or it stands twice.
-
-> **Warning: without `trust_remote_code=True` nothing fails, and the model is wrong.** transformers then takes its
-> stock `DeepseekV2ForCausalLM`: the DSA layers get a **random** query projection, and only a load report says
-> so. Their attention would moreover be dense: different from this model beyond {topk} tokens whatever the
-> weights. Check `model.config.architectures` against `type(model).__name__`: both must be `{architecture}`.
-
-## In verl
-```
-actor_rollout_ref.model.path={name}
-actor_rollout_ref.model.trust_remote_code=True
-+actor_rollout_ref.model.override_config.attn_implementation=sdpa
-```
-`flash_attention_2` is refused by this code. vLLM, vllm-ascend and SGLang do not serve this layout: they switch DSA
-on for all layers or for none.
-
-## What the files are
-`upcycle_manifest.json` names the base and its hash, the settings of the DSA layers, the training, the hash of the
-frozen weights, and the SHA-256 of every file here. `configuration_*.py` and `modeling_*.py` are the code that
-`auto_map` names; nothing of the base's own code is here. The base's licence applies to its weights.
-"""
+def _declares_llama(settings: dict) -> bool:
+    return str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
 
 
-def write_readme(
-    output: Path, name: str, base_name: str, pattern: tuple[str, ...], topk: int, kind: str, iteration: int
-):
-    """README.md of the export: what it is, how to load it, and how loading goes wrong in silence."""
-    layers = [str(i) for i, layer in enumerate(pattern) if layer == DSA]
-    text = README.format(
-        name=name,
-        base_name=base_name,
-        num_dsa=len(layers),
-        plural="" if len(layers) == 1 else "s",
-        pattern=format_pattern(pattern),
-        num_base=len(pattern) - len(layers),
-        layers=", ".join(layers),
-        kind={"pretrain": "upcycle pretraining", "sft": "supervised fine-tuning"}[kind],
-        iteration=iteration,
-        topk=topk,
-        architecture=ARCHITECTURE,
-    )
-    atomic_write_text(output / "README.md", text)
+def _is_byte_level(file: Path) -> bool:
+    """Whether a tokenizer.json splits text into bytes (GPT-2's way) rather than SentencePiece's pieces."""
+    if not file.is_file():
+        return False
+    try:
+        splitter = read_json(file).get("pre_tokenizer") or {}
+        parts = splitter.get("pretokenizers", [splitter])
+        return any(part.get("type") == "ByteLevel" for part in parts)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"tokenizer.json must be a JSON object: {file}: {error}; fetch the file again") from None

@@ -5,13 +5,14 @@ from pathlib import Path
 from torch import nn
 
 from megatron_patch.checkpoint.export import MANIFEST_FILE
+from megatron_patch.checkpoint.layouts import NATIVE, layout_of
 from megatron_patch.checkpoint.load_base import LoadReport, load_trained_from_export
 from megatron_patch.checkpoint.save import Identity
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import SafetensorsDir
 from megatron_patch.io.strict_json import read_json
-from megatron_patch.model.architecture import Architecture
+from megatron_patch.model.architecture import Architecture, read_config
 
 
 def is_export(path: Path) -> bool:
@@ -23,7 +24,7 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
     """Fill the trainable parameters of `model` from an export of the same base and structure.
 
     Args:
-        export: directory that `dsa-upcycle export` wrote; its weight files are compared with their recorded hashes.
+        export: directory that `dsa-upcycle export` wrote, in either layout; its weight files are compared with their recorded hashes.
         model: bare megatron-core model with DSA layers.
         identity: of the run.
         arch: the base's.
@@ -45,7 +46,8 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
     for name in SafetensorsDir(export).files:
         if file_sha256(export / name) != recorded["files"].get(name):
             raise UserError(f"an export's files must be as written: {export / name} has changed; export it again")
-    return load_trained_from_export(model, export, arch, identity.layer_pattern)
+    native = layout_of(read_config(export)) == NATIVE
+    return load_trained_from_export(model, export, arch, identity.layer_pattern, native=native)
 
 
 def _read_manifest(export: Path) -> dict:

@@ -177,6 +177,15 @@ def hybrid_mapping(arch: Architecture, pattern: tuple[str, ...]) -> HybridMappin
         UserError: the pattern is not the base's layers followed by DSA layers.
     """
     check_pattern(pattern, arch.num_layers)
+    return _written_out(arch, pattern)
+
+
+def native_mapping(arch: Architecture, num_layers: int) -> HybridMapping:
+    """The names and shapes of a model of `num_layers` layers that are all DSA; the trainer builds none such."""
+    return _written_out(arch, (DSA,) * num_layers)
+
+
+def _written_out(arch: Architecture, pattern: tuple[str, ...]) -> HybridMapping:
     rules = [*MODEL_RULES, *(rule for i, kind in enumerate(pattern) for rule in layer_rules(arch, i, kind))]
     mapping = HybridMapping({rule.megatron: rule for rule in rules})
     if len(mapping.rules) != len(rules) or len(mapping.megatron_name) != sum(len(rule.sources) for rule in rules):

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names
+from megatron_patch.checkpoint.hf_mapping import (
+    HybridMapping,
+    dsa_names,
+    hybrid_mapping,
+    native_mapping,
+    require_same_names,
+)
 from megatron_patch.errors import UserError
 from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile
 from megatron_patch.model.architecture import Architecture
@@ -119,9 +125,18 @@ def load_trained(
 
 
 def load_trained_from_export(
-    model: nn.Module, directory: str | Path, arch: Architecture, pattern: tuple[str, ...], *, progress: bool = False
+    model: nn.Module,
+    directory: str | Path,
+    arch: Architecture,
+    pattern: tuple[str, ...],
+    *,
+    native: bool = False,
+    progress: bool = False,
 ) -> LoadReport:
     """Fill the DSA layers of `model` from an exported Hugging Face directory; `arch` is the base's.
+
+    Args:
+        native: the directory is in the native layout, whose base layers hold more tensors; the DSA layers' are the same.
 
     Raises:
         UserError: the directory lacks one of their tensors, or has one of another shape.
@@ -132,7 +147,7 @@ def load_trained_from_export(
     parameters = {name: p for name, p in _global_names(model, 0, None).items() if name in named}
     if set(parameters) != set(named):
         raise ValueError(f"the model has {len(parameters)} of its {len(named)} DSA parameters")
-    expected = set(mapping.hf_names)
+    expected = set((native_mapping(arch, len(pattern)) if native else mapping).hf_names)
     found = {name for name in source if not IGNORED_HF_NAMES.fullmatch(name)}
     require_same_names(str(source.path), expected, found, "give an export with the same layer pattern")
     return _fill(parameters, mapping, source, label=f"load {source.path.name}", progress=progress)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_patch.hf_model.modeling_deepseek_v2_dsa import select_topk
+from megatron_patch.model.architecture import BASE_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,8 +23,12 @@ Ablation = Callable[[], AbstractContextManager[None]]
 
 
 def dsa_layers(model: "PreTrainedModel") -> tuple[int, ...]:
-    """Numbers of the model's DSA layers, ascending; none for a stock model."""
-    return tuple(sorted(getattr(model.config, "dsa_layers", None) or ()))
+    """Numbers of the DSA layers that upcycling added, ascending; none for a stock model.
+
+    In the native layout the base's layers are DSA as well. They are not ablated: without them there is no model.
+    """
+    layers, of_base = getattr(model.config, "dsa_layers", None) or (), getattr(model.config, BASE_LAYERS, 0)
+    return tuple(sorted(i for i in layers if i >= of_base))
 
 
 def layer_name(layer: int) -> str:

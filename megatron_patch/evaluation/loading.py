@@ -13,7 +13,7 @@ from megatron_patch.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import SafetensorsDir
-from megatron_patch.model.architecture import Architecture, read_architecture, read_config
+from megatron_patch.model.architecture import BASE_LAYERS, Architecture, is_native, read_architecture, read_config
 from megatron_patch.pruning.config_json import whole
 from megatron_patch.pruning.families import family_of
 from megatron_patch.pruning.load import load_model as load_any_family
@@ -35,8 +35,9 @@ class ModelDirectory:
     Attributes:
         vocab_size, max_positions: rows of its embedding, and most tokens of a row.
         arch: what this package knows of a DeepSeek-V2-Lite; None of another family, which pruning alone loads.
-        dsa_layers: numbers of its DSA layers; empty for a base or a pruned model.
+        dsa_layers: numbers of the DSA layers that upcycling added; empty for a base or a pruned model.
         index_topk: keys that a query of those attends to; None without DSA layers.
+        native: the base's layers below them are DSA too.
         own_code: load with the code in the directory rather than with this package's (which is not the same).
     """
 
@@ -47,6 +48,7 @@ class ModelDirectory:
     dsa_layers: tuple[int, ...] = ()
     index_topk: int | None = None
     own_code: bool = False
+    native: bool = False
 
 
 def inspect_directory(
@@ -65,7 +67,8 @@ def inspect_directory(
     """
     path = Path(path)
     config = read_config(path)
-    if any_family and config.get("model_type") != V2_LITE_TYPE:
+    native = is_native(config)
+    if any_family and config.get("model_type") != V2_LITE_TYPE and not native:
         family_of(config)  # refuses what pruning does not know
         arch = None
     else:
@@ -75,7 +78,7 @@ def inspect_directory(
     if arch is None:
         positions = whole(config, "max_position_embeddings", least=1, default=NO_LIMIT)
         return ModelDirectory(path, whole(config, "vocab_size", least=1), positions)
-    if config["architectures"] != [ARCHITECTURE]:
+    if not native and config["architectures"] != [ARCHITECTURE]:
         if config.get("dsa_layers"):
             raise UserError(
                 f"a model with dsa_layers must be a {ARCHITECTURE}: {path} says {config['architectures']}, with which "
@@ -83,6 +86,8 @@ def inspect_directory(
             )
         return ModelDirectory(path, arch.vocab_size, arch.max_positions, arch)
     layers, topk = config.get("dsa_layers"), config.get("dsa_index_topk")
+    if native:
+        layers, topk = list(range(config[BASE_LAYERS], arch.num_layers)), config.get("index_topk")
     numbers = set(range(arch.num_layers))
     if not isinstance(layers, list) or not layers or not all(isinstance(i, int) and i in numbers for i in layers):
         raise UserError(
@@ -97,7 +102,14 @@ def inspect_directory(
             "it again, or pass --trust-remote-code to run the code in the directory"
         )
     return ModelDirectory(
-        path, arch.vocab_size, arch.max_positions, arch, tuple(sorted(layers)), topk, own_code=bool(differing)
+        path,
+        arch.vocab_size,
+        arch.max_positions,
+        arch,
+        tuple(sorted(layers)),
+        topk,
+        own_code=bool(differing),
+        native=native,
     )
 
 
@@ -171,9 +183,10 @@ def _from_pretrained(directory: ModelDirectory, options: dict[str, Any]) -> tupl
         from transformers import DeepseekV2ForCausalLM
 
         return DeepseekV2ForCausalLM.from_pretrained(directory.path, **options)
-    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM
+    from megatron_patch.hf_model.modeling_deepseek_v2_dsa import DeepseekV2DsaForCausalLM, DeepseekV32ForCausalLM
 
-    return DeepseekV2DsaForCausalLM.from_pretrained(directory.path, **options)
+    model_class = DeepseekV32ForCausalLM if directory.native else DeepseekV2DsaForCausalLM
+    return model_class.from_pretrained(directory.path, **options)
 
 
 def _model_reference(path: Path) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 with DeepSeek sparse attention (DSA) in some layers, for `transformers` with `trust_remote_code=True`.
+"""DeepSeek-V2 with DeepSeek sparse attention (DSA) in some layers or in all, for `transformers` with `trust_remote_code=True`.
 
-Everything but the attention of `config.dsa_layers` is transformers' own `deepseek_v2`. Runs on transformers 5.9.0 and
+`DeepseekV2Dsa*` are for the hybrid layout (some layers), `DeepseekV32*` for the native one (all): the same code, under the
+name of the architecture by which inference engines know the directory. Everything but the attention of `config.dsa_layers` is transformers' own `deepseek_v2`. Runs on transformers 5.9.0 and
 5.24.0; what differs between them is met here and said where. The indexer follows the DeepSeek-V3.2 report, section 2.1;
 it chooses keys and is not trained here (no gradient reaches it). Attention is eager or sdpa.
 
@@ -26,11 +27,13 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
     eager_attention_forward,
 )
 
-from .configuration_deepseek_v2_dsa import DeepseekV2DsaConfig
+from .configuration_deepseek_v2_dsa import DeepseekV2DsaConfig, DeepseekV32SoftmaxConfig
 
 # Checkpoints hold one tensor per expert, the modules hold fused ones. Recent releases apply the built-in conversion to
-# code outside the library only if it is registered by hand; without it every expert would be random.
-register_checkpoint_conversion_mapping("deepseek_v2", get_checkpoint_conversion_mapping("deepseek_v2"), overwrite=True)
+# code outside the library only if it is registered by hand; without it every expert would be random. Releases that know
+# deepseek_v32 convert it in the same way, so that their own class loses nothing.
+for _model_type in ("deepseek_v2", "deepseek_v32"):
+    register_checkpoint_conversion_mapping(_model_type, get_checkpoint_conversion_mapping("deepseek_v2"), overwrite=True)
 
 INDEX_NORM_EPS = 1e-6
 
@@ -200,12 +203,25 @@ def _allowed(mask: Tensor | None, b: int, s: int, t: int, device: torch.device) 
 
 
 class _DsaMixin:
-    """What both model classes state."""
+    """What the model classes state."""
 
     config_class = DeepseekV2DsaConfig
     _supports_flash_attn = False
     _supports_flex_attn = False
     _keep_in_fp32_modules_strict = None  # see DeepseekV2DsaModel
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As in transformers, which makes every parameter it loads trainable: indexers are frozen again."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        freeze_indexers(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+
+def freeze_indexers(model: nn.Module) -> None:
+    """No gradient, and no weight decay of an optimizer over what has one, may move `config.dsa_frozen_indexers`."""
+    for i in model.config.dsa_frozen_indexers:
+        model.base_model.layers[i].self_attn.indexer.requires_grad_(False)
 
 
 class DeepseekV2DsaModel(_DsaMixin, DeepseekV2Model):
@@ -213,7 +229,7 @@ class DeepseekV2DsaModel(_DsaMixin, DeepseekV2Model):
 
     config: DeepseekV2DsaConfig
 
-    def __init__(self, config: DeepseekV2DsaConfig):
+    def __init__(self, config: DeepseekV2DsaConfig | DeepseekV32SoftmaxConfig):
         super().__init__(config)
         for i, layer in enumerate(self.layers):
             if i in config.dsa_layers:
@@ -223,20 +239,37 @@ class DeepseekV2DsaModel(_DsaMixin, DeepseekV2Model):
         # FSDP wants one dtype.
         self.layers.to(torch.get_default_dtype())
         self.post_init()
+        freeze_indexers(self)
 
 
 class DeepseekV2DsaForCausalLM(_DsaMixin, DeepseekV2ForCausalLM):
     """`DeepseekV2ForCausalLM` over `DeepseekV2DsaModel`."""
 
     config: DeepseekV2DsaConfig
+    _inner_class = DeepseekV2DsaModel
 
-    def __init__(self, config: DeepseekV2DsaConfig):
+    def __init__(self, config: DeepseekV2DsaConfig | DeepseekV32SoftmaxConfig):
         # The parent's own __init__ is passed over: it would build, and throw away, a whole stock model.
         super(DeepseekV2ForCausalLM, self).__init__(config)
-        self.model = DeepseekV2DsaModel(config)
+        self.model = self._inner_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 
-__all__ = ["DeepseekV2DsaForCausalLM", "DeepseekV2DsaModel"]
+class DeepseekV32Model(DeepseekV2DsaModel):
+    """`DeepseekV2DsaModel` whose layers are all DSA, from a configuration with DeepSeek-V3.2's keys."""
+
+    config: DeepseekV32SoftmaxConfig
+    config_class = DeepseekV32SoftmaxConfig
+
+
+class DeepseekV32ForCausalLM(DeepseekV2DsaForCausalLM):
+    """`DeepseekV2DsaForCausalLM` over `DeepseekV32Model`. The name is the one that engines look for in config.json."""
+
+    config: DeepseekV32SoftmaxConfig
+    config_class = DeepseekV32SoftmaxConfig
+    _inner_class = DeepseekV32Model
+
+
+__all__ = ["DeepseekV2DsaForCausalLM", "DeepseekV2DsaModel", "DeepseekV32ForCausalLM", "DeepseekV32Model"]

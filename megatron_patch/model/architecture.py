@@ -12,6 +12,8 @@ from megatron_patch.errors import UserError
 from megatron_patch.io.strict_json import read_json
 
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV2DsaForCausalLM")
+NATIVE_ARCHITECTURE = "DeepseekV32ForCausalLM"  # of an export whose layers are all DSA
+BASE_LAYERS = "dsa_base_layers"  # the key by which such an export says how many of them are the base's
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,29 @@ def read_architecture(path: str | Path, *, export: bool = False) -> Architecture
         UserError: not a DeepSeek-V2-Lite-shaped model, or a feature that this code does not implement.
     """
     config = read_config(path)
-    if config.get("dsa_layers") and not export:
+    native = is_native(config)
+    if (config.get("dsa_layers") or native) and not export:
+        has = "DSA in every layer" if native else f"dsa_layers {config['dsa_layers']}"
         raise UserError(
-            f"the base must be the model without DSA layers: {str(path)!r} has dsa_layers {config['dsa_layers']}; give "
+            f"the base must be the model without DSA layers: {str(path)!r} has {has}; give "
             "the base that it was made from (to train an export on, add it as --pretrained-checkpoint)"
         )
-    return architecture_from_config(config, where=str(path))
+    return architecture_from_config(_without_latent(config, str(path)) if native else config, where=str(path))
+
+
+def is_native(config: dict) -> bool:
+    """Whether a parsed config.json is that of an export in the native layout."""
+    return config.get("architectures") == [NATIVE_ARCHITECTURE] and BASE_LAYERS in config
+
+
+def _without_latent(config: dict, where: str) -> dict:
+    """A native export's config with its base's form of the query, which is what `Architecture` describes."""
+    if config.get("q_lora_rank") != config.get("hidden_size"):
+        raise UserError(
+            f"an export's query latent is as wide as the model: {where} has q_lora_rank {config.get('q_lora_rank')!r}, "
+            f"hidden_size {config.get('hidden_size')!r}; export it again"
+        )
+    return config | {"q_lora_rank": None, "architectures": [SUPPORTED_ARCHITECTURES[1]]}
 
 
 def architecture_from_config(config: dict, where: str = "config.json") -> Architecture:

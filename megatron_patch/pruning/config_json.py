@@ -7,13 +7,15 @@ from megatron_patch.io.strict_json import read_json
 
 CONFIG_FILE = "config.json"
 MTP_COUNT = "num_nextn_predict_layers"
+NATIVE_KEY = "dsa_base_layers"  # of `dsa-upcycle export --layout native`
 
 
 def read_config(path: Path) -> dict:
     """config.json of a model directory.
 
     Raises:
-        UserError: it is missing or no JSON object.
+        UserError: it is missing or no JSON object, or that of an export in the native layout, which calls itself a
+            deepseek_v32 and would be routed by sigmoid like one.
     """
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
@@ -24,6 +26,11 @@ def read_config(path: Path) -> dict:
             raise ValueError("it is no object")
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE} must be a JSON object: {file}: {error}; download or copy it again") from None
+    if NATIVE_KEY in config:
+        raise UserError(
+            f"pruning reads a native export's experts from its hybrid twin: {path} is in the native layout; prune what "
+            "`dsa-upcycle export --layout hybrid` writes of the same checkpoint"
+        )
     return config
 
 

@@ -127,6 +127,8 @@ CASES: dict[str, Case] = {
         lambda w: ["dsa-upcycle", "demo-base", "--output", _file_in_the_way(w), "--fast"], "taken is something else"
     ),
     "export with an unknown layout": Case(lambda w: w.export("--layout", "flat"), "invalid choice 'flat' for argument '--layout'"),
-    "export in the native layout": Case(lambda w: w.export("--layout", "native"), "--layout must be hybrid in this release"),
+    "export natively by links": Case(
+        lambda w: w.export("--layout", "native", "--base-shards", "symlink"), "--layout native renames a tensor of each layer; use copy"
+    ),
     "an export of nothing": Case(lambda w: w.export("--checkpoint", str(w.path)), "has none; give the --save directory"),
 }  # fmt: skip

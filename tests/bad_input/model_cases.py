@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from megatron_patch.io.hashes import directory_identity
 from tests.bad_input.world import Case, World, edit_bytes, edit_json, edit_tensors
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
 GATE = "model.layers.1.mlp.gate.weight"
+NORM = "model.layers.2.input_layernorm.weight"
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 
@@ -71,6 +73,13 @@ CONFIGS: dict[str, Case] = {
     "an export as the base": Case(lambda w: w.train("--base-model", str(w.copy("export"))), r"has dsa_layers \[3, 4\]"),
     "plan over an export": Case(
         lambda w: ["dsa-upcycle", "plan", "--base", str(w.copy("export"))], "must be the model without DSA layers"
+    ),
+    "a native export as the base": Case(
+        lambda w: w.train("--base-model", str(w.copy("native"))), "has DSA in every layer; give the base .*--pretrained-checkpoint"
+    ),
+    "pruning a native export": Case(
+        lambda w: ["dsa-upcycle", "prune", "plan", "--model", str(w.copy("native")), "--keep", "4", "--output", str(w.out)],
+        "is in the native layout; prune what `dsa-upcycle export --layout hybrid` writes",
     ),
     "padded vocabulary in the config": _config(_set(vocab_size=336), "must have vocab_size rows: .* has 320, .* 336", World.train),
     "fewer layers in the config": _config(_set(num_hidden_layers=2), r"\d+ unknown \(model\.layers\.2", World.train),
@@ -170,6 +179,11 @@ def _other_base(w: World) -> None:
     edit_bytes(w.base / SHARD, lambda b: b.__setitem__(-1, b[-1] ^ 1))
 
 
+def _adopt(w: World) -> None:
+    """Let the checkpoint name the edited base as its own."""
+    edit_json(w.iteration / "manifest.json", lambda c: c["base"].update(sha256=directory_identity(w.base)))
+
+
 def _nothing(w: World) -> None: ...
 
 
@@ -197,6 +211,10 @@ CHECKPOINTS: dict[str, Case] = {
     "start of another indexer": _checkpoint(_nothing, "belongs to one indexer: .*--index-", "--index-topk", "9", command=START),
     "start of another pattern": _checkpoint(_nothing, "belongs to one layer pattern: ", "--dsa-layers", "1", command=START),
     "resume without training state": _checkpoint(_nothing, r"lacks training\.pt; copy the checkpoint", command="load"),
+    "a norm weight of zero": _checkpoint(
+        lambda w: (edit_tensors(w.base, lambda t: t[NORM].view(-1)[5:6].zero_()), _adopt(w)),
+        f"{NORM} .* 1 of 64 weights are zero .*use --layout hybrid", "--layout", "native",
+    ),
     "export without tokenizer": _checkpoint(lambda w: (w.base / "tokenizer.json").unlink(), "the base must have its tokenizer"),
     "export with a broken tokenizer_config": _checkpoint(
         lambda w: w.file("base/tokenizer_config.json", "[1]"), "tokenizer_config.json must be a JSON object"
@@ -222,6 +240,15 @@ def _foreign(w: World) -> None:
 
 def _flip(w: World) -> None:
     edit_bytes(w.copy("export") / "model-dsa-00001-of-00001.safetensors", lambda b: b.__setitem__(-2, b[-2] ^ 1))
+
+
+def _latent(w: World) -> None:
+    """The last bytes are a query latent's."""
+    edit_bytes(w.copy("native") / "model-native-00001.safetensors", lambda b: b.__setitem__(slice(-8, None), b"\0\0\0\x3f" * 2))
+
+
+def _check_native(w: World) -> list[str]:
+    return ["dsa-upcycle", "check", str(w.copy("native")), "--base", str(w.base)]
 
 
 def _no_tokenizer(w: World) -> None:
@@ -254,6 +281,13 @@ EXPORTS: dict[str, Case] = {
     "check against another base": _export(_other_base, "fails base tensors: 1 of ", World.check),
     "check a base": Case(
         lambda w: ["dsa-upcycle", "check", str(w.base), "--base", str(w.base)], "must pass every check: .* fails config"
+    ),
+    "check a native export with another latent": _export(
+        _latent, "fails native layers, files: .*q_a_proj.weight is not made of the base's norm weights", _check_native
+    ),
+    "train on from a native export that changed": _export(
+        _latent, "files must be as written: .*model-native.* has changed",
+        lambda w: w.train("--pretrained-checkpoint", str(w.copy("native"))),
     ),
     "train on from a changed export": _export(_flip, "files must be as written: .*model-dsa.* has changed", _from_export),
     "train on from half a manifest": _export(

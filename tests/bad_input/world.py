@@ -47,6 +47,7 @@ class Originals:
         chats = [{"messages": chat(f"say {w}", w)} for w in WORDS * 3]
         sft([write_jsonl(path / "chats.jsonl", chats)], base, path / "chats", seq_length=64)
         export(write_run(path / "save", base), base, path / "export", progress=False)
+        export(path / "save", base, path / "native", layout="native", progress=False)
         write_suite(path / "suite")
         return cls(path)
 

@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patch.checkpoint import export as export_module
-from megatron_patch.checkpoint.export import _RENAMED_SINGLE, export
+from megatron_patch.checkpoint import base_shards, export_files
+from megatron_patch.checkpoint.base_shards import RENAMED_SINGLE
+from megatron_patch.checkpoint.export import export
 from megatron_patch.checkpoint.hf_mapping import hybrid_mapping
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
@@ -132,7 +134,7 @@ def test_single_and_sharded_bases(tmp_path, shards, how):
     assert all(torch.equal(source.load(name), tensor) for name, tensor in state.items())
     assert not (tmp_path / "out" / "model.safetensors").exists()  # readers would take it and leave the DSA shard out
     for shard in base.glob("*.safetensors"):
-        target = tmp_path / "out" / (_RENAMED_SINGLE if shards == 1 else shard.name)
+        target = tmp_path / "out" / (RENAMED_SINGLE if shards == 1 else shard.name)
         assert target.is_symlink() == (how == "symlink") and target.samefile(shard) == (how == "symlink")
     manifest = json.loads((tmp_path / "out" / "upcycle_manifest.json").read_text())
     assert all(file_sha256(tmp_path / "out" / name) == sha256 for name, sha256 in manifest["files"].items())
@@ -150,7 +152,7 @@ def test_new_tensors_take_the_dtype_of_the_base(tmp_path, capsys, of_base, train
 
 
 def test_big_checkpoints_are_sharded(tmp_path, base, run, exported, monkeypatch):
-    monkeypatch.setattr(export_module, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(sys.modules["megatron_patch.checkpoint.export"], "SHARD_BYTES", 50_000)
     export(run, base, tmp_path / "out", progress=False)
     shards = sorted(tmp_path.glob("out/model-dsa-*.safetensors"))
     assert len(shards) > 3 and shards[0].name.endswith(f"-of-{len(shards):05d}.safetensors")
@@ -176,7 +178,7 @@ def test_copies_plainly_where_the_kernel_cannot(tmp_path, base, run, exported, m
 
 
 def test_a_copy_that_differs_is_noticed(tmp_path, base, run, monkeypatch):
-    monkeypatch.setattr(export_module, "_copy", lambda source, target, bar: target.write_bytes(b"x"))
+    monkeypatch.setattr(base_shards, "_copy", lambda source, target, bar: target.write_bytes(b"x"))
     with pytest.raises(OSError, match=r"differs from .* after copying"):
         export(run, base, tmp_path / "out", progress=False)
     assert os.listdir(tmp_path) == []  # nothing half-written stays
@@ -198,7 +200,8 @@ def nan(trained: dict) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layout": "native"}, "--layout must be hybrid in this release: 'native'"),
+        ({"layout": "flat"}, "--layout must be hybrid or native: 'flat'"),
+        ({"layout": "native", "base_shards": "symlink"}, "--base-shards symlink takes the base's files as they are"),
         ({"base_shards": "move"}, "--base-shards must be copy or symlink"),
         ({"iteration": 3}, r"3 was not, .* has \[20\]"),
     ],
@@ -240,6 +243,6 @@ def test_output_must_be_empty_and_base_complete(tmp_path, base, run, exported):
     with pytest.raises(UserError, match="must have its tokenizer"):
         export(run, bare, tmp_path / "out", progress=False)
     with pytest.raises(UserError, match="has dsa_layers; give the model it was made from"):
-        export_module.export_files.export_config(json.loads((exported / "config.json").read_text()), PATTERN, None, 64)
+        export_files.export_config(json.loads((exported / "config.json").read_text()), PATTERN, None, 64)
     with pytest.raises(UserError, match=r"nothing per layer: it has \['layer_types'\]"):
-        export_module.export_files.export_config({**CONFIG, "layer_types": ["x"] * 3}, PATTERN, None, 64)
+        export_files.export_config({**CONFIG, "layer_types": ["x"] * 3}, PATTERN, None, 64)

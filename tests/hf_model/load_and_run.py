@@ -39,6 +39,7 @@ def main(directory: str, tokens_file: str, output: str) -> None:
     report = {
         "transformers": transformers.__version__,
         "class": type(model).__name__,
+        "frozen": sum(not p.requires_grad for p in model.parameters()),
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "problems": {
             key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
