@@ -150,6 +150,14 @@ def index(dumps: Iterable[Dump]) -> dict[str, Any]:
     }
 
 
+def sparse_on_one_side(a: Dump, b: Dump) -> list[int]:
+    """Layers in which one side attends to top-k keys and the other to all, if any query of the pack has more."""
+    if not (Pack.of(a.cu_seqlens).position >= (a.topk or b.topk or len(a.tokens))).any():
+        return []
+    recorded = [n for n in sorted(set(a.layers) & set(b.layers)) if "attention" in a.layer(n) and "attention" in b.layer(n)]
+    return [n for n in recorded if ("indices" in a.layer(n)) != ("indices" in b.layer(n))]
+
+
 def _ties(scores_TT: Tensor, pack: Pack, topk: int, long_rows: Tensor) -> int:
     if not long_rows.any():
         return 0

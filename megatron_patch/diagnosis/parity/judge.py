@@ -94,10 +94,19 @@ class Judge:
         pack: the documents.
         dtype: of weights and activations; norms, softmaxes, index scores and the router are at least fp32.
         variant: what deviates.
+        plain_queries: dense layers project queries from their input; in a native export's weights that projection stands
+            behind a latent that equals the input.
     """
 
-    def __init__(self, shape: ModelShape, pack: Pack, dtype: torch.dtype = torch.float64, variant: Variant = RIGHT):
-        self.shape, self.pack, self.dtype, self.variant = shape, pack, dtype, variant
+    def __init__(
+        self,
+        shape: ModelShape,
+        pack: Pack,
+        dtype: torch.dtype = torch.float64,
+        variant: Variant = RIGHT,
+        plain_queries: bool = False,
+    ):
+        self.shape, self.pack, self.dtype, self.variant, self.plain_queries = shape, pack, dtype, variant, plain_queries
         self.wide = torch.promote_types(dtype, torch.float32)
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -154,10 +163,12 @@ class Judge:
         return torch.cat([rest, turned] if kind == "last" else [turned, rest], dim=-1)
 
     def attention(self, x_TD: Tensor, w: LayerWeights, selected_TT: Tensor | None) -> Tensor:
-        """[T, D]: MLA with its output projection, over `selected` keys (bool [T, T]); None: all causal ones."""
+        """[T, D]: MLA with its output projection, over `selected` keys (bool [T, T]); None: a dense layer, all causal ones."""
         s, v = self.shape, self.variant
         if "self_attn.q_proj.weight" in w:
             q = self._linear(x_TD, w["self_attn.q_proj.weight"])
+        elif selected_TT is None and self.plain_queries:
+            q = self._linear(x_TD, w["self_attn.q_b_proj.weight"])
         else:
             q = self._linear(self.latent(x_TD, w), w["self_attn.q_b_proj.weight"])
         q_THQ = q.unflatten(-1, (s.heads, s.nope_dim + s.rope_dim))

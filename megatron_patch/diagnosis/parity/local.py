@@ -18,7 +18,7 @@ from megatron_patch.diagnosis.parity.weights_reader import LayerWeights, ModelSh
 from megatron_patch.io.safetensors_dir import SafetensorsDir
 
 # In the order in which a layer computes them.
-MODULES = ("norm", "indexer", "attention", "post_norm", "router", "experts", "shared", "mlp", "output")
+MODULES = ("input", "norm", "indexer", "attention", "post_norm", "router", "experts", "shared", "mlp", "output")
 HEAD = "log_probs"
 # Two right implementations differ from the truth by about the same; kernels that add in another order by a few times that.
 NOISE_FACTOR = 4.0
@@ -97,7 +97,7 @@ class LocalJudge:
         return LayerWeights(self.source, layer, self.dump.torch_dtype)
 
     def judge(self, dtype: torch.dtype, variant: Variant = RIGHT) -> Judge:
-        return Judge(self.shape, self.pack, dtype, variant)
+        return Judge(self.shape, self.pack, dtype, variant, plain_queries=self.dump.side.startswith("trainer"))
 
     def __call__(self, progress: bool = True) -> list[Local]:
         """Every recorded module, bottom to top, then the log-probs."""
@@ -120,11 +120,24 @@ class LocalJudge:
     def compare(self, layer: int, module: str, records: dict[str, Tensor], variant: Variant = RIGHT) -> Local:
         """One module; with a variant, how far the side is from that deviation."""
         w = self.weights(layer)
+        if module == "input":
+            return self._input(layer, records["input"])
         recorded, keep = self.recorded(module, records, w, variant)
         truth = self.computed(module, records, w, self.judge(torch.float64, variant))[keep]
         rounded = self.computed(module, records, w, self.judge(self.dump.torch_dtype, variant))[keep]
         found, rounding = Distance.between(recorded[keep], truth), Distance.between(rounded, truth)
         return Local(layer, module, found, rounding, truth.numel(), self.noise_dtype(module))
+
+    def _input(self, layer: int, found: Tensor) -> Local:
+        """A layer's input is the output of the one below, or the tokens' embeddings, to the last bit."""
+        below = f"layers.{layer - 1}.output"
+        if layer and below not in self.dump.tensors:
+            truth = found
+        elif layer:
+            truth = self.dump.tensors[below]
+        else:
+            truth = self.source.load("model.embed_tokens.weight").to(self.dump.torch_dtype)[self.dump.tokens]
+        return Local(layer, "input", Distance.between(found, truth), Distance(0.0, 1.0), truth.numel(), self.dump.torch_dtype)
 
     def noise_dtype(self, module: str) -> torch.dtype:
         """The dtype in which a module's result is rounded."""

@@ -131,6 +131,11 @@ def _verdict(found: Findings, report: dict[str, Any]) -> tuple[str, list[str]]:
     for key, text in (("future", "later positions"), ("cross_doc", "other documents")):
         if report["index"][key]:
             reasons.append(f"index: {report['index'][key]} picks of {text}")
+    if layers := compare.sparse_on_one_side(found.a, found.b):
+        reasons.append(
+            f"{len(layers)} layers (the first is {layers[0]}) attend to top-k keys on one side and to all on the other: one model "
+            f"up to {report['inputs']['topk']} tokens only"
+        )
     test = report["self_test"] or {}
     if test.get("indices_equal") is False or test.get("recompute_indices_equal") is False:
         reasons.append("self-test: the selection changes when gradients are recorded")

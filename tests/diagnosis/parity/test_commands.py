@@ -74,6 +74,23 @@ def test_a_wrong_export_fails(fp32, tmp_path):
     assert report["suspected"][0]["fault"] == "shared_expert_scaled" and report["verdict"] == "fail"
 
 
+@pytest.mark.parametrize(("tokens", "code", "verdict"), [(8, 0, "not_tested"), (96, 2, "fail")])
+def test_a_native_export_is_the_trainers_model_up_to_topk(fp32, tmp_path, tokens, code, verdict):
+    """With neutral indexers in the base's layers; beyond top-k these attend to other keys, module by module rightly."""
+    from megatron_patch.checkpoint.export import export
+
+    export(fp32.save, fp32.base, tmp_path / "native", layout="native", progress=False)
+    flags = ("--checkpoint", fp32.save, "--hf", tmp_path / "native", *text_flags(fp32, tokens))
+    assert command("run", *flags, "--output", tmp_path / "parity") == code
+    report = json.loads((tmp_path / "parity" / "parity.json").read_text())
+    assert report["verdict"] == verdict and report["first_divergence"] is None and not report["suspected"]
+    assert report["weights"]["frozen_bit_equal"] and not report["weights"]["missing"] + report["weights"]["extra"]
+    if verdict == "fail":
+        assert "attend to top-k keys on one side" in report["reasons"][0] and len(report["reasons"]) == 1
+    else:
+        assert report["logprobs"]["max"] < 5e-3  # the query latent's eps at small variances
+
+
 @torch.no_grad()
 def rollout(fp32, response=40):
     """(token ids, log-probs of the last `response` tokens, routes [T, layers, K]) as an engine records them."""

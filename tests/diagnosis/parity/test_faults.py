@@ -167,6 +167,13 @@ class TestTrainer:
         assert "experts 1 and 5" in report["suspected"][0]["evidence"]
         assert not report["weights"]["frozen_bit_equal"]
 
+    def test_a_wrong_embedding_is_found(self, fp32, checkpoint):
+        trainer = trainer_of(fp32)
+        with torch.no_grad():
+            trainer.model.embedding.word_embeddings.weight[checkpoint.tokens[5]] *= 1.001
+        report = self.report(fp32, trainer, checkpoint)
+        assert report["first_divergence"]["module"] == "input" and report["first_divergence"]["layer"] == 0
+
     def test_an_unknown_fault_stays_unnamed(self, fp32, checkpoint):
         trainer = trainer_of(fp32)
         with torch.no_grad():
