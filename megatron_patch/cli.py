@@ -34,11 +34,13 @@ class DemoBase:
     """A new or empty directory."""
     fast: bool = False
     """A few steps only: proves the path, not the figures."""
+    specialised_experts: bool = False
+    """Experts that take tasks of their own, as large models have them: a base to prune (docs/prune.md)."""
 
     def __call__(self) -> int | None:
         from megatron_patch.demo.demo_base import run
 
-        return run(self.output, fast=self.fast)
+        return run(self.output, fast=self.fast, specialised_experts=self.specialised_experts)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def published_config(vocab_size: int, bos_id: int, eos_id: int) -> dict:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "n_shared_experts": 1,
+        "n_shared_experts": 2,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.0,

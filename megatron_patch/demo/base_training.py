@@ -1,8 +1,4 @@
-"""Train the small base from scratch: plain PyTorch on transformers' model, half running text, half chat tasks.
-
-No loss balances the routers: experts then take tasks of their own, as in large models, which is what pruning lives on. All
-of them stay in use (docs/demo.md).
-"""
+"""Train the small base from scratch: plain PyTorch on transformers' model, half running text, half chat tasks."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -30,6 +26,7 @@ class BaseTraining:
         weight_decay: of the matrices that Muon trains. Without it the residual stream grows until a new layer on top reads the
             tokens in it badly.
         decay_from: share of the steps after which the rates fall.
+        balance: weight of the load-balancing loss, which keeps every routed expert in use.
     """
 
     steps: int
@@ -41,6 +38,7 @@ class BaseTraining:
     weight_decay: float = 0.2
     warmup_steps: int = 40
     decay_from: float = 0.5
+    balance: float = 0.01
     seed: int = 1234
 
     def rate(self, step: int) -> float:
@@ -98,6 +96,37 @@ def batches(tokenizer, texts: Sequence[str], settings: BaseTraining) -> Iterator
         yield torch.tensor(rows), torch.tensor(counted)[:, 1:]
 
 
+class RouterLoad:
+    """Collects what the routers choose in a forward pass and turns it into the load-balancing loss.
+
+    Source: Switch Transformers (arXiv 2101.03961), equation 4, averaged over the layers; 1.0 is perfect balance.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        routers = [module for module in model.modules() if type(module).__name__ == "DeepseekV2TopkRouter"]
+        self._handles = [router.register_forward_hook(self._collect) for router in routers]
+
+    def _collect(self, router: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if router.training:
+            self.seen.append((output[0], output[2]))  # logits [tokens, E], chosen experts [tokens, k]
+
+    def loss(self) -> Tensor:
+        """Scalar; forgets what was collected."""
+        terms = []
+        for logits, chosen in self.seen:
+            experts = logits.shape[-1]
+            share = F.one_hot(chosen, experts).float().sum(1).mean(0) / chosen.shape[-1]
+            terms.append(experts * (share * logits.softmax(-1).mean(0)).sum())
+        self.seen = []
+        return torch.stack(terms).mean()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
 def optimizers(model: nn.Module, settings: BaseTraining) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of attention and MLPs, AdamW for embeddings, head, routers, norms and stacked experts.
 
@@ -115,6 +144,7 @@ def optimizers(model: nn.Module, settings: BaseTraining) -> list[torch.optim.Opt
 
 def train_base(model: nn.Module, tokenizer, texts: Sequence[str], settings: BaseTraining) -> dict[str, float]:
     """Train `model` in place. Returns the last text and chat losses (nats per counted token, running means)."""
+    load = RouterLoad(model)
     used = optimizers(model, settings)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, settings.rate) for optimizer in used]
     means: dict[str, float] = {}
@@ -128,7 +158,7 @@ def train_base(model: nn.Module, tokenizer, texts: Sequence[str], settings: Base
         text_loss = losses[: settings.text_rows].mean()
         said = counted[settings.text_rows :]
         chat_loss = (losses[settings.text_rows :] * said).sum() / said.sum().clamp_min(1)  # short rows may hold no answer
-        (text_loss + chat_loss).backward()
+        (text_loss + chat_loss + settings.balance * load.loss()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(used, schedules):
             optimizer.step()
@@ -137,5 +167,6 @@ def train_base(model: nn.Module, tokenizer, texts: Sequence[str], settings: Base
         for name, loss in (("text_loss", text_loss.item()), ("chat_loss", chat_loss.item())):
             means[name] = 0.95 * means.get(name, loss) + 0.05 * loss
         bar.set_postfix(text=f"{means['text_loss']:.3f}", chat=f"{means['chat_loss']:.3f}", refresh=False)
+    load.close()
     model.eval()
     return means

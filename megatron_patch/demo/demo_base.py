@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,12 +28,20 @@ FAST_ROWS = 20
 BATCH = 20  # rows of one scoring forward
 
 
-def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraining | None = None) -> None:
+def run(
+    output: Path,
+    fast: bool = False,
+    seed: int = 1234,
+    training: BaseTraining | None = None,
+    specialised_experts: bool = False,
+) -> None:
     """Train the base and write it, its tokenizer and `demo_data/` to `output`, all or nothing.
 
     Args:
         output: a new or empty directory.
         fast: some seconds of training: every file is right, the model knows little.
+        specialised_experts: routers are not balanced and one expert is shared, so that experts take tasks of their own,
+            as those of large models do and as pruning needs it. Upcycling learns the needle worse on such a base.
         seed: fixes text split, tasks, initial weights and batches.
         training: other training settings than the built-in ones.
 
@@ -52,6 +61,8 @@ def run(output: Path, fast: bool = False, seed: int = 1234, training: BaseTraini
         write_demo_data(directory / "demo_data", corpus, conversations=CONVERSATIONS, seed=seed)
 
         config = published_config(VOCABULARY_SIZE, BOS_ID, EOS_ID)
+        if specialised_experts:
+            config["n_shared_experts"], settings = 1, replace(settings, balance=0.0)
         model = build_model(config)
         initialize(model, seed)
         losses = train_base(model, tokenizer, corpus.base, settings)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from megatron_patch.demo import demo_base
 from megatron_patch.demo.base_model import build_model, initialize, per_expert_state, published_config
-from megatron_patch.demo.base_training import BaseTraining
+from megatron_patch.demo.base_training import BaseTraining, RouterLoad
 from megatron_patch.errors import UserError
 
 FEW = BaseTraining(steps=5, text_rows=1, chat_rows=1, length=96)
@@ -104,6 +104,13 @@ def test_the_same_seed_gives_the_same_files(base, tmp_path):
             assert path.read_bytes() == (tmp_path / "again" / path.relative_to(base)).read_bytes(), path.name
 
 
+def test_specialised_experts_are_another_base(base, tmp_path):
+    demo_base.run(tmp_path / "other", fast=True, training=FEW, specialised_experts=True)
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert config["n_shared_experts"] == 1
+    assert json.loads((base / "config.json").read_text()) == config | {"n_shared_experts": 2}
+
+
 def test_a_filled_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(UserError, match="not empty"):
@@ -122,6 +129,26 @@ def test_one_head_starts_by_looking_at_the_token_before():
         attention = model(tokens, output_attentions=True).attentions[0][0]  # [heads, queries, keys]
         before = attention.diagonal(-1, dim1=1, dim2=2).mean(-1)
         assert before[0] > 0.5 and (before[1:] < 0.1).all()
+
+
+def test_balance_loss_is_one_when_even_and_more_when_not():
+    model = build_model(published_config(64, 0, 1)).train()
+    load = RouterLoad(model)
+    routers = [module for module in model.modules() if type(module).__name__ == "DeepseekV2TopkRouter"]
+    with torch.no_grad():
+        for router in routers:
+            router.weight.zero_()
+    model(torch.arange(32)[None])
+    assert load.loss().item() == pytest.approx(1.0, abs=1e-5)
+    with torch.no_grad():
+        for router in routers:
+            router.weight[0] = 1.0
+            router.weight[1] = -1.0
+    model(torch.arange(32)[None])
+    assert load.loss().item() > 1.05
+    load.close()
+    model(torch.arange(32)[None])
+    assert not load.seen
 
 
 def test_importing_the_command_is_light():
