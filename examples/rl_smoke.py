@@ -10,6 +10,7 @@ fault (megatron_patch/faults.py) in the rollouts alone, as an engine with other 
 import contextlib
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,8 @@ import tyro
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
+from tqdm import tqdm
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_patch import errors
@@ -99,6 +101,26 @@ class RolloutTrainer(GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
 
 
+class Bar(TrainerCallback):
+    """A progress bar with the mean reward, in place of a dictionary a step."""
+
+    def __init__(self, label: str):
+        self.bar = tqdm(desc=label, unit="step", mininterval=1.0)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.bar.reset(state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" in (logs or {}):
+            self.bar.set_postfix(reward=f"{logs['reward']:.3f}", refresh=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.bar.update()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
+
+
 @contextlib.contextmanager
 def _with_fault(model: torch.nn.Module, fault: Fault | None) -> Iterator[None]:
     with planted(model, fault) if fault is not None else contextlib.nullcontext():
@@ -155,6 +177,8 @@ def train(arguments: Arguments, seed: int, fault: Fault | None, folder: Path) ->
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        disable_tqdm=True,
+        log_level="error",
         remove_unused_columns=False,
     )
     trainer = RolloutTrainer(
@@ -165,6 +189,8 @@ def train(arguments: Arguments, seed: int, fault: Fault | None, folder: Path) ->
         processing_class=tokenizer,
     )
     trainer.fault = fault
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Bar(f"seed {seed}"))
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     end = mean_reward(model, tokenizer, fault)
@@ -192,17 +218,14 @@ def run(arguments: Arguments) -> int:
         if arguments.fault not in known:
             raise UserError(f"--fault must be one that a rollout can have: {arguments.fault!r} is not of {', '.join(known)}")
         fault = Fault(arguments.fault)
-    with atomic_directory(arguments.output) as folder:
+    with atomic_directory(arguments.output) as folder, tempfile.TemporaryDirectory() as scratch:
         results = []
         for seed in arguments.seeds:
-            results.append(train(arguments, seed, fault, folder / "trainer"))
+            results.append(train(arguments, seed, fault, Path(scratch)))
             print(f"seed {seed}: reward {results[-1].start:.3f} -> {results[-1].end:.3f} in {results[-1].seconds:.0f} s", flush=True)
         content = {"schema": 1, "export": str(arguments.export), "fault": arguments.fault, "steps": arguments.steps}
         atomic_write_json(folder / "rl_smoke.json", content | {"runs": [asdict(each) for each in results]})
         draw(results, folder / "reward.png")
-        for left in (folder / "trainer").rglob("*"):
-            if left.is_file():
-                left.unlink()
     report(results)
     print(f"written: {arguments.output / 'rl_smoke.json'}")
     return EXIT_OK

@@ -71,7 +71,7 @@ def test_example_of_a_command_parses(name: str, monkeypatch: pytest.MonkeyPatch)
     [
         (
             ["demo-base", "--output", "o", "--fast"],
-            "megatron_patch.demo.demo_base", "run", ((Path("o"),), {"fast": True}),
+            "megatron_patch.demo.demo_base", "run", ((Path("o"),), {"fast": True, "specialised_experts": False}),
         ),
         (
             ["export", "--checkpoint", "c", "--base", "b", "--output", "o", "--iteration", "7", "--base-shards", "symlink"],
