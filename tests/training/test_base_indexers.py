@@ -21,6 +21,7 @@ from tests.checkpoint.models import DSA
 from tests.checkpoint.oracle import tensors_of
 from tests.checkpoint.runs import write_run
 from tests.training.conftest import WORDS
+from tests.training.rank_runs import train_quietly
 
 SIZES = {"index_topk": DSA.index_topk, "index_n_heads": DSA.index_n_heads, "index_head_dim": DSA.index_head_dim}
 INDEXERS = {"train": "base-indexers", **SIZES, "isolate_documents": False}
@@ -189,3 +190,18 @@ def _more_heads(tensors: dict) -> None:
 def test_flags_that_do_not_go_together(make_settings, text_prefix, tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         make_settings(tmp_path, text_prefix, **INDEXERS, **flags)
+
+
+def test_two_ranks_train_what_one_process_trains(device, two_ranks, make_settings, text_prefix, tmp_path):
+    flags = INDEXERS | {"micro_batch_size": 1, "eval_interval": 3, "lr": 1e-3, "optimizer": "sgd"}
+    train(make_settings(tmp_path / "one", text_prefix, **flags), PRETRAIN, device)
+    results = two_ranks.run(train_quietly, make_settings(tmp_path / "two", text_prefix, **flags), PRETRAIN)
+    assert [code for code, _, _ in results] == [0, 0], results
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        for name in ("indexer_kl", "index_recall", "grad_norm"):
+            assert a[name] == (None if b[name] is None else pytest.approx(b[name], rel=1e-4)), (a, b)
+    recalls = [json.loads((tmp_path / name / "base_indexers.json").read_text()) for name in ("one", "two")]
+    assert recalls[0]["queries"] == recalls[1]["queries"] > 0
+    for name in ("indexer", "random", "recent", "oracle"):
+        assert recalls[0]["mean"][name] == pytest.approx(recalls[1]["mean"][name], rel=1e-4)
