@@ -10,6 +10,10 @@ The real job (one rank a device: 8, or what there is):
     torchrun --nproc-per-node 8 pretrain_upcycle.py --base-model DeepSeek-V2-Lite-Chat --data-path PREFIX --save OUT \
         --bf16 --seq-length 4096 --train-iters 2000 --global-batch-size 64 --indexer-warmup-iters 200
 
+Indexers for the base's own layers, which the native layout needs beyond top-k (docs/native.md):
+
+    python pretrain_upcycle.py --train base-indexers --base-model BASE --data-path PREFIX --save OUT --train-iters 400 --lr 1e-3
+
 A stopped run goes on with `--load OUT --save OUT` and the same flags. `examples/deepseek_v2_lite/pretrain.sh` holds the
 recommended values.
 """

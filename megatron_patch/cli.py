@@ -112,6 +112,9 @@ class Export:
     """Which checkpoint; default: the latest."""
     layout: Literal["hybrid", "native"] = "hybrid"
     """hybrid: base layers as they are, DSA layers on top; native: every layer DSA, for inference engines and verl."""
+    base_indexers: Path | None = None
+    """For --layout native: the --save directory of a --train base-indexers run. Without it the base's indexers are neutral, and
+    the export is right for contexts of at most --index-topk tokens."""
     base_shards: Literal["copy", "symlink"] = "copy"
     """symlink saves the space, and needs the base to stay where it is."""
 
@@ -124,6 +127,7 @@ class Export:
             self.output,
             iteration=self.iteration,
             layout=self.layout,
+            base_indexers=self.base_indexers,
             base_shards=self.base_shards,
         )
         return errors.EXIT_OK

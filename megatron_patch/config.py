@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_patch.errors import UserError
 
 PRETRAIN, SFT = "pretrain", "sft"
+DSA_LAYERS, BASE_INDEXERS = "dsa", "base-indexers"  # what trains
 MUON = "muon"
 
 
@@ -36,13 +37,16 @@ class ModelSettings:
     index_head_dim: int = 128
     """Size of an index head; the kernels of vLLM, SGLang and Ascend want 128."""
     train: Literal["dsa", "base-indexers"] = "dsa"
-    """What trains: the DSA layers. (base-indexers is not in this release.)"""
+    """dsa: the DSA layers. base-indexers: an indexer beside each layer of the base, from its attention; for the native
+    layout. The base alone is built then: what stands on top of it does not reach its layers."""
     trust_remote_code: bool = False
     """Let code in the base's directory run (its tokenizer). Its model code never runs."""
 
     def __post_init__(self) -> None:
         _require(self.dsa_layers > 0, "--dsa-layers must be positive", self.dsa_layers, "without one nothing trains")
-        _require(self.train == "dsa", "--train base-indexers is not in this release", self.train, "use --train dsa")
+        alone = self.train == DSA_LAYERS or self.layer_pattern is None
+        rule = "--train base-indexers builds the base alone, without --layer-pattern"
+        _require(alone, rule, self.layer_pattern, "leave the pattern out")
 
 
 @dataclass
@@ -278,6 +282,10 @@ class TrainSettings:
         _require(warmup < iters, "--lr-warmup-iters must be below --train-iters", f"{warmup} >= {iters}", "lower it")
         shards = self.optim.optimizer == MUON and self.parallel.use_distributed_optimizer
         _require(not shards, "--optimizer muon needs whole matrices", "--use-distributed-optimizer", "leave one out")
+        if self.model.train == BASE_INDEXERS:
+            kind, rule = self.optim.optimizer, "--train base-indexers needs --optimizer adam or sgd, muon takes no indexers"
+            _require(kind != MUON, rule, kind, "use adam")
+            _require(not self.precision.recompute_dsa, "--recompute-dsa needs DSA layers", "--train base-indexers", "leave it out")
         warmup = self.optim.indexer_warmup_iters
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"

@@ -76,7 +76,7 @@ def test_example_of_a_command_parses(name: str, monkeypatch: pytest.MonkeyPatch)
         (
             ["export", "--checkpoint", "c", "--base", "b", "--output", "o", "--iteration", "7", "--base-shards", "symlink"],
             "megatron_patch.checkpoint.export", "export",
-            ((Path("c"), Path("b"), Path("o")), {"iteration": 7, "layout": "hybrid", "base_shards": "symlink"}),
+            ((Path("c"), Path("b"), Path("o")), {"iteration": 7, "layout": "hybrid", "base_indexers": None, "base_shards": "symlink"}),
         ),
         (
             ["check", "e", "--base", "b", "--json", "j"],

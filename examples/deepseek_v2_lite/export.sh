@@ -4,6 +4,7 @@
 #   BASE_MODEL=/models/DeepSeek-V2-Lite-Chat bash examples/deepseek_v2_lite/export.sh
 #
 # CHECKPOINT is the SAVE of sft.sh (or of pretrain.sh). More flags go to `dsa-upcycle export`: export.sh --iteration 400
+# For inference engines and verl: export.sh --layout native --base-indexers runs/v2_lite/indexers (docs/native.md)
 # DRY_RUN=1 prints the commands.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

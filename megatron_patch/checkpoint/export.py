@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import megatron_patch
 from megatron_patch.checkpoint import export_files
+from megatron_patch.checkpoint.base_indexers import open_base_indexers
 from megatron_patch.checkpoint.base_shards import place_base, target_name
 from megatron_patch.checkpoint.export_readme import Story, write_readme
 from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names, sizes
@@ -28,6 +29,7 @@ from megatron_patch.checkpoint.manifest import (
     verify_files,
 )
 from megatron_patch.checkpoint.native_view import NativeView
+from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256, identity_of, model_file_hashes
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
@@ -47,6 +49,7 @@ def export(
     iteration: int | None = None,
     layout: str = "hybrid",
     base_shards: str = "copy",
+    base_indexers: str | Path | None = None,
     progress: bool = True,
 ) -> None:
     """Write the Hugging Face directory of an upcycled model.
@@ -58,6 +61,7 @@ def export(
         iteration: which checkpoint; None: the latest.
         layout: "hybrid": base layers as they are, DSA layers on top; "native": every layer DSA, for inference engines.
         base_shards: "copy" (on file systems that can, without using space twice) or "symlink" to the base's files.
+        base_indexers: --save directory of a run that trained the base's indexers, for the native layout; None: neutral ones.
         progress: show bars over the bytes on stderr.
 
     Raises:
@@ -65,10 +69,11 @@ def export(
             than its layer pattern says.
     """
     base, output = Path(base), Path(output)
-    _check_arguments(layout, base_shards)
+    _check_arguments(layout, base_shards, base_indexers)
     require_empty(output)
     directory = iteration_directory(checkpoint, iteration)
     manifest = read_manifest(directory)
+    _check_kind(manifest, checkpoint)
     arch = read_architecture(base)
     export_files.require_tokenizer(base)
     verify_files(directory, manifest, only=(WEIGHTS_FILE,))  # not the optimizer's state, which is larger
@@ -79,7 +84,12 @@ def export(
 
     source, trained = SafetensorsDir(base), SafetensorsFile(directory / WEIGHTS_FILE)
     dtype, known = base_dtype(source), {}
-    native = NativeView(source, arch, manifest.layer_pattern, manifest.dsa) if layout == NATIVE else None
+    native = None
+    if layout == NATIVE:
+        indexers = None
+        if base_indexers is not None:
+            indexers = open_base_indexers(base_indexers, manifest.base.sha256, arch, manifest.dsa)
+        native = NativeView(source, arch, manifest.layer_pattern, manifest.dsa, indexers)
     with atomic_directory(output) as partial:
         if native is not None:
             weight_map, new = native.write_base(partial, SHARD_BYTES, progress)
@@ -110,7 +120,7 @@ def export(
     )
 
 
-def _check_arguments(layout: str, base_shards: str) -> None:
+def _check_arguments(layout: str, base_shards: str, base_indexers: str | Path | None) -> None:
     if layout not in ARCHITECTURES:
         raise UserError(f"--layout must be {' or '.join(ARCHITECTURES)}: {layout!r}; give one of them")
     if base_shards not in ("copy", "symlink"):
@@ -119,6 +129,19 @@ def _check_arguments(layout: str, base_shards: str) -> None:
         raise UserError(
             "--base-shards symlink takes the base's files as they are: --layout native renames a tensor of each layer; use "
             "copy"
+        )
+    if layout != NATIVE and base_indexers is not None:
+        raise UserError(
+            f"--base-indexers belong to the native layout, in which the base's layers have some: --layout is {layout}; add "
+            "--layout native, or leave them out"
+        )
+
+
+def _check_kind(manifest: TrainingManifest, checkpoint: str | Path) -> None:
+    if manifest.kind == BASE_INDEXERS:
+        raise UserError(
+            f"--checkpoint holds trained DSA layers: {checkpoint} holds the base's indexers; give it as --base-indexers, and "
+            "the run that trained the DSA layers here"
         )
 
 

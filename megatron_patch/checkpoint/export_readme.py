@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_patch.checkpoint.base_indexers import BaseIndexers
 from megatron_patch.checkpoint.layouts import ARCHITECTURES, HYBRID
 from megatron_patch.checkpoint.native_view import NativeView
 from megatron_patch.io.publish import atomic_write_text
@@ -108,6 +109,17 @@ _NEUTRAL = """\
 > indexers (`pretrain_upcycle.py --train base-indexers`) and export with `--base-indexers`, or use `--layout hybrid`."""
 
 
+_TRAINED = """\
+The indexers of the base's layers are trained. Up to {topk} tokens of context the model equals the hybrid layout; beyond, the
+base's layers attend to the {topk} keys that their indexers choose, though their weights were made for attention to all. How
+much of the attention that finds stands in the `base_indexers.json` of the indexers' run."""
+
+
+def _trained_indexers(indexers: BaseIndexers) -> str:
+    manifest = indexers.manifest
+    return f"trained on this base's own attention (iteration {manifest.iteration}, {manifest.consumed_tokens:,} tokens)"
+
+
 @dataclass(frozen=True)
 class Story:
     """What a README tells of one export.
@@ -145,12 +157,13 @@ def write_readme(output: Path, story: Story) -> None:
     if story.native is None:
         text = README.format(**values)
     else:
+        indexers = story.native.indexers
         values |= dict(
             num_all=len(story.pattern),
             last_base=len(story.pattern) - len(layers) - 1,
             were="was" if len(layers) == 1 else "were",
-            label=_NEUTRAL.format(topk=story.topk),
-            indexers="neutral",
+            label=(_NEUTRAL if indexers is None else _TRAINED).format(topk=story.topk),
+            indexers="neutral" if indexers is None else _trained_indexers(indexers),
             eps_median=story.native.effect.median,
             eps_largest=story.native.effect.largest,
             notes="".join(f"- {note}.\n" for note in story.native.kernel_notes()),

@@ -8,6 +8,7 @@ from megatron_patch.checkpoint.export import MANIFEST_FILE
 from megatron_patch.checkpoint.layouts import NATIVE, layout_of
 from megatron_patch.checkpoint.load_base import LoadReport, load_trained_from_export
 from megatron_patch.checkpoint.save import Identity
+from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.safetensors_dir import SafetensorsDir
@@ -32,6 +33,11 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
     Raises:
         UserError: the export is of another base or structure, or a weight file has changed since.
     """
+    if identity.kind == BASE_INDEXERS:
+        raise UserError(
+            f"base indexers start from nothing or from a run of their own: {export} is an export; leave "
+            "--pretrained-checkpoint out, or give the --save directory of a --train base-indexers run"
+        )
     recorded = _read_manifest(export)
     dsa = identity.dsa
     wanted = {

@@ -68,10 +68,12 @@ LAYER_RULES: tuple[Rule, ...] = (
     Rename(_MA + "linear_proj.weight", _HA + "o_proj.weight", ("hidden", "heads*v")),
 )
 MLA_RULES: tuple[Rule, ...] = (Rename(_MA + "linear_q_proj.weight", _HA + "q_proj.weight", ("heads*qk", "hidden")),)
-DSA_RULES: tuple[Rule, ...] = (
+LATENT_RULES: tuple[Rule, ...] = (
     Rename(_MA + "linear_q_down_proj.weight", _HA + "q_a_proj.weight", ("q_rank", "hidden")),
     Rename(_MA + "q_layernorm.weight", _HA + "q_a_layernorm.weight", ("q_rank",)),
     Rename(_MA + "linear_q_up_proj.weight", _HA + "q_b_proj.weight", ("heads*qk", "q_rank")),
+)
+INDEXER_RULES: tuple[Rule, ...] = (
     Rename(_MA + "indexer.wq_b.weight", _HA + "indexer.wq_b.weight", ("index_heads*index_dim", "q_rank")),
     Rename(_MA + "indexer.wk.weight", _HA + "indexer.wk.weight", ("index_dim", "hidden")),
     Rename(_MA + "indexer.k_norm.weight", _HA + "indexer.k_norm.weight", ("index_dim",)),
@@ -161,7 +163,7 @@ class HybridMapping:
 
 def layer_rules(arch: Architecture, layer: int, kind: str) -> list[Rule]:
     """The filled-in rules of one layer; `kind` is its attention, dense or MoE follows from its number."""
-    rules = [*LAYER_RULES, *(DSA_RULES if kind == DSA else MLA_RULES)]
+    rules = [*LAYER_RULES, *(LATENT_RULES + INDEXER_RULES if kind == DSA else MLA_RULES)]
     rules += MOE_RULES if arch.is_moe(layer) else DENSE_RULES
     filled: list[Rule] = []
     for rule in rules:
@@ -183,6 +185,12 @@ def hybrid_mapping(arch: Architecture, pattern: tuple[str, ...]) -> HybridMappin
 def native_mapping(arch: Architecture, num_layers: int) -> HybridMapping:
     """The names and shapes of a model of `num_layers` layers that are all DSA; the trainer builds none such."""
     return _written_out(arch, (DSA,) * num_layers)
+
+
+def base_indexer_mapping(arch: Architecture) -> HybridMapping:
+    """The indexers beside the base's layers alone: what `--train base-indexers` trains."""
+    rules = [_fill(rule, layer, 0) for layer in range(arch.num_layers) for rule in INDEXER_RULES]
+    return HybridMapping({rule.megatron: rule for rule in rules})
 
 
 def _written_out(arch: Architecture, pattern: tuple[str, ...]) -> HybridMapping:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from megatron_patch.checkpoint.hf_mapping import (
     HybridMapping,
+    base_indexer_mapping,
     dsa_names,
     hybrid_mapping,
     native_mapping,
@@ -58,7 +59,7 @@ def load_base(
     layer_offset: int = 0,
     local_experts: range | None = None,
 ) -> LoadReport:
-    """Fill the base part of `model` (all but its DSA layers) from a Hugging Face directory.
+    """Fill the base part of `model` (all but its DSA layers, and indexers beside base layers) from a Hugging Face directory.
 
     Everything is checked from the files' headers before the first byte is copied.
 
@@ -81,7 +82,8 @@ def load_base(
     above = {hf for sources in dsa_names(mapping, arch).values() for hf in sources}
     parameters = _global_names(model, layer_offset, local_experts)
     trained = set(dsa_names(mapping, arch))
-    parameters = {name: parameter for name, parameter in parameters.items() if name not in trained}
+    indexers = base_indexer_mapping(arch).entries  # of a model that has some beside its base layers
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in trained | indexers.keys()}
     whole = layer_offset == 0 and local_experts is None
     expected = {name for name in mapping.entries if name not in trained}
     _check_model(parameters, expected, whole)

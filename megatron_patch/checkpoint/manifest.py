@@ -10,6 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_patch.config import BASE_INDEXERS, PRETRAIN, SFT
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
@@ -21,7 +22,7 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 TRAINING_FILE = "training.pt"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-KINDS = ("pretrain", "sft")
+KINDS = (PRETRAIN, SFT, BASE_INDEXERS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class TrainingManifest:
     """The manifest's content.
 
     Attributes:
-        kind: "pretrain" or "sft".
+        kind: "pretrain" or "sft": DSA layers trained so; "base-indexers": indexers beside the base's layers alone.
         iteration: optimizer steps done.
         consumed_samples, consumed_tokens: since the start of this run; tokens without padding.
         base: the frozen model underneath.

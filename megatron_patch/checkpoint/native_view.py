@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_patch.checkpoint import native_weights
+from megatron_patch.checkpoint.base_indexers import BaseIndexers
 from megatron_patch.checkpoint.base_shards import rename_in_base
 from megatron_patch.checkpoint.layouts import NATIVE, export_tensors
 from megatron_patch.checkpoint.load_base import base_dtype
@@ -21,6 +22,7 @@ class NativeView:
     Attributes:
         source: the base's weights.
         arch, pattern, dsa: of the exported model; `arch` is the base's.
+        indexers: trained ones for the base's layers; None: neutral ones.
 
     Raises:
         UserError: a norm weight of the base that cannot be divided by.
@@ -30,6 +32,7 @@ class NativeView:
     arch: Architecture
     pattern: tuple[str, ...]
     dsa: DsaSettings
+    indexers: BaseIndexers | None = None
 
     def __post_init__(self) -> None:
         for _ in native_weights.latents_of_base(self.source, self.arch.num_layers):
@@ -44,6 +47,8 @@ class NativeView:
         names = {name: tensors.kept.get(name, name) for name in self.source}
 
         def indexer(layer: int) -> dict[str, Tensor]:
+            if self.indexers is not None:
+                return self.indexers.of_layer(layer)
             return native_weights.neutral_indexer(tensors.shapes, layer, dtype)
 
         weight_map = rename_in_base(self.source, output, names, progress)
@@ -61,18 +66,19 @@ class NativeView:
 
     def notes(self) -> list[str]:
         """For the console."""
+        neutral = f"the base's indexers are neutral: the export is right for contexts of at most {self.dsa.index_topk} tokens"
         return [
             *self.kernel_notes(),
             f"layer 0's query latent multiplies the query by f(v): |f(v) - 1| has median {self.effect.median:.1e}, at most "
             f"{self.effect.largest:.1e} over the embedding's rows",
-            f"the base's indexers are neutral: the export is right for contexts of at most {self.dsa.index_topk} tokens",
+            *([neutral] if self.indexers is None else []),
         ]
 
     def record(self) -> dict:
         """For the manifest."""
         return {
-            "base_indexers": {"kind": "neutral"},
-            "context": f"<= index_topk = {self.dsa.index_topk}",
+            "base_indexers": {"kind": "neutral"} if self.indexers is None else self.indexers.record(),
+            "context": f"<= index_topk = {self.dsa.index_topk}" if self.indexers is None else "any",
             "eps_effect_of_layer_0": {
                 "median": self.effect.median,
                 "largest": self.effect.largest,

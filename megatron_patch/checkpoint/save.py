@@ -32,6 +32,7 @@ from megatron_patch.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
+from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256
@@ -44,7 +45,7 @@ class Identity:
     """What a checkpoint belongs to; one of another identity is refused by name.
 
     Attributes:
-        kind: "pretrain" or "sft".
+        kind: as in the manifest.
         base_path, base_sha256: the base (`io.hashes.directory_identity`).
         layer_pattern, dsa: the model's structure.
         frozen_sha256: `model.freeze.frozen_sha256` of the loaded base.
@@ -136,6 +137,12 @@ def check_identity(manifest: TrainingManifest, identity: Identity, where: Path, 
     Raises:
         UserError: naming the first value that differs.
     """
+    if (manifest.kind == BASE_INDEXERS) != (identity.kind == BASE_INDEXERS):
+        has, wants = (kind if kind == BASE_INDEXERS else "DSA layers" for kind in (manifest.kind, identity.kind))
+        raise UserError(
+            f"base indexers and DSA layers train apart: {where} has {has}, the run trains {wants}; start from another "
+            "checkpoint (`dsa-upcycle export --base-indexers` joins the two)"
+        )
     rows = [
         ("base", manifest.base.sha256, identity.base_sha256, "--base-model"),
         ("layer pattern", manifest.layer_pattern, identity.layer_pattern, "--dsa-layers"),

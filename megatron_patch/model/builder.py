@@ -29,6 +29,7 @@ from megatron_patch.model.core_attention import SdpaCoreAttention
 from megatron_patch.model.dsa_attention import DsaSelfAttention
 from megatron_patch.model.dsa_layer import DsaTransformerLayer
 from megatron_patch.model.dsa_state import DsaState
+from megatron_patch.model.indexed_attention import IndexedSelfAttention, IndexedTransformerLayer
 from megatron_patch.model.layer_pattern import DSA, check_pattern
 from megatron_patch.model.layers import DuplicatedLinear, RMSNorm
 from megatron_patch.ops.backends import DsaBackend
@@ -36,12 +37,16 @@ from megatron_patch.ops.backends import DsaBackend
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """What, beside the architecture, decides the model's numerics and its place on the ranks."""
+    """What, beside the architecture, decides the model's numerics and its place on the ranks.
+
+    base_indexers: the base's layers have indexers beside them, which change nothing of what they compute.
+    """
 
     dtype: torch.dtype = torch.float32
     aux_loss_coeff: float = 0.0
     expert_parallel: int = 1
     recompute_dsa: bool = False
+    base_indexers: bool = False
 
 
 def megatron_config(
@@ -165,9 +170,9 @@ def _layer_spec(
     state: DsaState,
     backend: DsaBackend,
 ) -> ModuleSpec:
-    is_dsa = kind == DSA
+    is_dsa, indexed = kind == DSA, kind != DSA and build.base_indexers
     attention = ModuleSpec(
-        module=DsaSelfAttention if is_dsa else MLASelfAttention,
+        module=DsaSelfAttention if is_dsa else IndexedSelfAttention if indexed else MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
@@ -182,7 +187,7 @@ def _layer_spec(
         ),
     )
     layer = ModuleSpec(
-        module=DsaTransformerLayer if is_dsa else TransformerLayer,
+        module=DsaTransformerLayer if is_dsa else IndexedTransformerLayer if indexed else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
@@ -192,8 +197,9 @@ def _layer_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    if is_dsa:
+    if is_dsa or indexed:
         attention.params |= {"architecture": arch, "dsa": dsa, "state": state, "backend": backend}
+    if is_dsa:
         layer.params = {"q_rank": arch.hidden_size, "aux_loss_coeff": build.aux_loss_coeff, "state": state}
         layer.params["recompute"] = build.recompute_dsa
     return layer

@@ -34,6 +34,8 @@ class DsaState:
             the global batch, times the factors that megatron-core divides by. Zero outside training.
         counted: bool [T], the real (non-padding) tokens of the micro-batch at hand; None: all.
         bypassed: layers (0-based, global numbers) that pass their input through: participation, and the base's loss.
+        kept: losses of base layers' indexers in the micro-batch at hand, which `attach_kept` hands to the backward pass.
+        observer: if set, called by base layers with an indexer: (layer, query, key, IndexInputs, cu_seqlens, softmax_scale).
         recorded: where the layer that runs leaves its selection; None: nobody asks.
         replays: whether the layer that runs does so a second time, from `recorded`, and reports nothing.
         kl_sum, recall_sum, tokens: per layer, sums since `reset`, fp64 on the device of the layer.
@@ -43,6 +45,8 @@ class DsaState:
     kl_grad_scale: float = 0.0
     counted: Tensor | None = None
     bypassed: frozenset[int] = frozenset()
+    kept: list[Tensor] = field(default_factory=list)
+    observer: Callable[..., None] | None = None
     recorded: Recorded | None = None
     replays: bool = False
     kl_sum: dict[int, Tensor] = field(default_factory=dict)
@@ -67,6 +71,13 @@ class DsaState:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+    def attach_kept(self, output: Tensor) -> Tensor:
+        """The model's output, whose backward pass also starts that of every kept loss. A frozen model has no other."""
+        if self.kept:
+            output = AttachLoss.apply(output, torch.stack(self.kept).sum(), self.kl_grad_scale)
+            self.kept.clear()
+        return output
 
     def report(self, layer: int, kl: Tensor, recall: Tensor, tokens: int) -> None:
         """Add a layer's sums over one micro-batch; those of a pass that is run again stand already."""

@@ -15,6 +15,12 @@ def freeze_base(model: nn.Module, pattern: tuple[str, ...]) -> None:
         parameter.requires_grad_(_in_dsa_layer(name, pattern))
 
 
+def freeze_all_but_indexers(model: nn.Module) -> None:
+    """Leave only the indexers of a base's layers trainable."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".self_attention.indexer." in name)
+
+
 def _in_dsa_layer(name: str, pattern: tuple[str, ...]) -> bool:
     match = re.match(r"(?:module\.)*decoder\.layers\.(\d+)\.", name)
     return match is not None and pattern[int(match[1])] == DSA

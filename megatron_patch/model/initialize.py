@@ -63,6 +63,25 @@ def initialize_dsa_layers(
             parameter.copy_(value)
 
 
+@torch.no_grad()
+def initialize_base_indexers(model: nn.Module, *, std: float, seed: int) -> None:
+    """Draw the indexers that stand beside a base's layers, as those of DSA layers are drawn.
+
+    Raises:
+        UserError: a zero in the base's norm weights, which their query latent cannot represent.
+    """
+    for i, layer in _parameters_by_layer(model).items():
+        zeros = int((layer["input_layernorm.weight"] == 0).sum())
+        if zeros:
+            raise UserError(
+                f"an indexer reads a query latent, which divides by the base's norm weights: input_layernorm of layer {i} "
+                f"has {zeros} zeros; this base cannot have indexers in its layers, leave --train base-indexers out"
+            )
+        for name, parameter in layer.items():
+            if name.startswith(_INDEXER):
+                parameter.copy_(_drawn(f"{seed}:{i}.{name}", name, parameter, std))
+
+
 def _parameters_by_layer(model: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
     layers: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -2,7 +2,8 @@
 
 A matrix product costs 2 FLOPs per weight and token in the forward pass, 2 more for the gradient of its input and 2 more
 for that of its weight. The frozen base needs the first alone, the frozen head above the DSA layers the first two, the DSA
-layers all three, but their indexers hand no gradient to their inputs. Counted are matrix products; norms, softmax, RoPE and the embedding's look-up are not.
+layers all three, but their indexers hand no gradient to their inputs. Beside a base's layers (`base_indexers`) the indexers
+alone train: the head needs the first, and attention's logits are computed once more for their target. Counted are matrix products; norms, softmax, RoPE and the embedding's look-up are not.
 Source of the accounting: PaLM (Chowdhery et al., arXiv 2204.02311, appendix B), which counts nothing frozen.
 """
 
@@ -36,16 +37,20 @@ class FlopsCounter:
         arch: the base.
         pattern: attention of each layer, bottom to top.
         dsa: sizes of the indexers.
+        base_indexers: whether each base layer has an indexer, and nothing else trains.
     """
 
-    def __init__(self, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings):
-        self._arch, self._dsa = arch, dsa
+    def __init__(self, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, base_indexers: bool = False):
+        self._arch, self._dsa, self._base_indexers = arch, dsa, base_indexers
         self._base_layers = sum(kind != DSA for kind in pattern)
         self._dsa_layers = len(pattern) - self._base_layers
         found = [part for part in parts(arch, pattern, dsa) if part.name not in _NOT_PRODUCTS]
         self._head = sum(part.active for part in found if part.name == "head")
         self._indexer = sum(part.active for part in found if part.name == "indexer")
-        self._trained = sum(part.active for part in found if part.trainable) - self._indexer
+        if base_indexers:
+            of_one = [part.active for part in parts(arch, (*pattern, DSA), dsa) if part.name == "indexer"]
+            self._indexer = sum(of_one) * self._base_layers
+        self._trained = sum(part.active for part in found if part.trainable and part.name != "indexer")
         self._frozen = sum(part.active for part in found if not part.trainable) - self._head
 
     def __call__(self, lengths: Sequence[int], dense: bool) -> StepFlops:
@@ -62,6 +67,13 @@ class FlopsCounter:
         # Scores and values: 2 FLOPs per pair, head and dimension.
         pair = 2 * self._arch.num_heads * (self._arch.qk_head_dim + self._arch.v_head_dim)
         index_pair = 2 * self._dsa.index_n_heads * self._dsa.index_head_dim
+        if self._base_indexers:
+            logits = 2 * self._arch.num_heads * self._arch.qk_head_dim
+            return StepFlops(
+                frozen=2 * self._frozen * tokens + self._base_layers * pair * causal,
+                dsa=2 * 2 * self._indexer * tokens + self._base_layers * (3 * index_pair + logits) * causal,
+                head=2 * self._head * tokens,
+            )
         return StepFlops(
             frozen=2 * self._frozen * tokens + self._base_layers * pair * causal,
             dsa=2 * (3 * self._trained + 2 * self._indexer) * tokens

@@ -9,13 +9,14 @@ import torch
 from tqdm import tqdm
 
 from megatron_patch.checkpoint.save import save_checkpoint
-from megatron_patch.config import TrainSettings
+from megatron_patch.config import BASE_INDEXERS, TrainSettings
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
 from megatron_patch.model.freeze import frozen_sha256, trained_sha256
+from megatron_patch.training.base_recall import measure_recall, report_recall
 from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
 from megatron_patch.training.state import training_state
@@ -94,6 +95,8 @@ def _train(run: Run, stop: StopRequest) -> int:
         _evaluate(run)  # who asked for a stop wants the checkpoint now
     if saved_at != progress.iteration:
         _save(run)
+    if settings.model.train == BASE_INDEXERS and reason is None:
+        _report_recall(run)
     if ranks.is_main():
         why = f" ({reason})" if progress.iteration < steps.train_iters else ""
         print(f"saved iteration {progress.iteration} of {steps.train_iters} to {settings.output.save}{why}")
@@ -118,7 +121,9 @@ def _peak_memory_mb(run: Run) -> float:
 
 
 def stage_at(settings: TrainSettings, iteration: int) -> str:
-    """The DSA layers' stage in the step after `iteration` steps."""
+    """The indexers' stage in the step after `iteration` steps; beside a base's layers attention is always dense."""
+    if settings.model.train == BASE_INDEXERS:
+        return DENSE
     return DENSE if iteration < settings.optim.indexer_warmup_iters else SPARSE
 
 
@@ -194,6 +199,14 @@ def _evaluate(run: Run) -> None:
         f"{result.base_loss:.4f}, difference {result.delta:+.4f} +- {result.delta_stderr:.4f} ({result.documents} documents)"
     )
     run.metrics.plot()
+
+
+def _report_recall(run: Run) -> None:
+    """What the base's indexers find, on the held-out batches."""
+    if run.settings.steps.eval_interval:
+        topk, save = run.identity.dsa.index_topk, run.settings.output.save
+        rows, queries = measure_recall(run.model, run.state, run.heldout.batches, topk, run.device)
+        report_recall(rows, queries, topk, run.progress.iteration, save)
 
 
 def _report_skip(run: Run, failures: int) -> None:

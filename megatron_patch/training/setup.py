@@ -1,7 +1,6 @@
 """From settings to a run that is ready to step: every check that can be made before training is made here."""
 
 import contextlib
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -17,9 +16,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_patch import __version__
 from megatron_patch.checkpoint.from_export import is_export, load_export_weights
 from megatron_patch.checkpoint.load_base import load_base
-from megatron_patch.checkpoint.manifest import LATEST_FILE, Layout, iteration_directory
+from megatron_patch.checkpoint.manifest import Layout
 from megatron_patch.checkpoint.save import Identity, Progress, check_layout, load_training_state, load_weights
-from megatron_patch.config import TrainSettings
+from megatron_patch.config import BASE_INDEXERS, TrainSettings
 from megatron_patch.data.sampler import micro_batches_per_step
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device, initialize_distributed
@@ -27,23 +26,21 @@ from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.lock import only_writer
 from megatron_patch.io.publish import atomic_write_json
-from megatron_patch.io.strict_json import read_json
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
 from megatron_patch.model.dsa_state import DsaState
-from megatron_patch.model.freeze import freeze_base, frozen_sha256
-from megatron_patch.model.initialize import initialize_dsa_layers
+from megatron_patch.model.freeze import freeze_all_but_indexers, freeze_base, frozen_sha256
+from megatron_patch.model.initialize import initialize_base_indexers, initialize_dsa_layers
 from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_pattern, format_pattern, parse_layer_pattern
 from megatron_patch.ops.backends import choose_backend
 from megatron_patch.planning.flops import FlopsCounter
+from megatron_patch.training.checks import CONFIG_FILE, check_kind, check_launch, check_output, settings_as_json
 from megatron_patch.training.data import RunData, build_data
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_patch.training.state import restore_training_state
 from megatron_patch.training.step import TrainStep
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass
@@ -76,13 +73,14 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     if settings.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so; read at its first use
     torch.use_deterministic_algorithms(settings.precision.deterministic)
-    _check_launch()
+    check_launch()
     initialize_distributed(
         device, settings.steps.seed, timeout_minutes=settings.parallel.distributed_timeout_minutes
     )
     with ranks.agreement():
+        check_kind(settings, kind)
         if ranks.is_main():
-            _check_output(settings)
+            check_output(settings)
         arch = read_architecture(settings.model.base_model)
         pattern = layer_pattern(settings, arch)
         dsa = _dsa_settings(settings, arch)
@@ -111,6 +109,8 @@ def _dsa_settings(settings: TrainSettings, arch: Architecture) -> DsaSettings:
 
 def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...]:
     """--layer-pattern, else --dsa-layers on top of the base; at least one DSA layer, on a MoE base layer."""
+    if settings.model.train == BASE_INDEXERS:
+        return appended_pattern(arch.num_layers, 0)
     if settings.model.layer_pattern is None:
         pattern = appended_pattern(arch.num_layers, settings.model.dsa_layers)
     else:
@@ -126,53 +126,6 @@ def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...
     return pattern
 
 
-def _check_output(settings: TrainSettings) -> None:
-    """--save is new or empty, unless it is the run that --load resumes."""
-    save, load = settings.output.save, settings.start.load
-    for start in (load, settings.start.pretrained_checkpoint):
-        if start is not None and (start is load or not is_export(start)):
-            iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
-    if save.exists() and not save.is_dir():
-        raise UserError(f"--save must be a directory: {save} is a file; give another path")
-    if load is not None:
-        _check_same_run(settings)
-    if settings.resumes_in_place:
-        return
-    if save.is_dir() and any(save.iterdir()):
-        resume = f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
-        raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
-
-
-def _check_same_run(settings: TrainSettings) -> None:
-    """What a resumed run cannot change without becoming another one; the rest of its flags may differ."""
-    file = settings.start.load / CONFIG_FILE
-    if not file.is_file():
-        return
-    try:
-        before, now = dict(read_json(file)["settings"]), _as_json(settings)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"a run's {CONFIG_FILE} holds its settings: {file}: {error!r}; copy it again, or start from its weights with "
-            "--pretrained-checkpoint"
-        ) from None
-    for name in ("optimizer", "bf16", "seed"):
-        if name in before and before[name] != now[name]:
-            raise UserError(
-                f"a resumed run keeps its --{name}: {settings.start.load} has {before[name]}, the command line {now[name]}; "
-                "give the old value, or start from its weights with --pretrained-checkpoint"
-            )
-
-
-def _check_launch() -> None:
-    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1" and "RANK" not in os.environ:
-        raise UserError(
-            f"several processes are started by torchrun, which sets RANK: WORLD_SIZE is {size} and there is no RANK; "
-            f"use torchrun --nproc-per-node {size}, or unset WORLD_SIZE"
-        )
-
-
 def _build(
     settings: TrainSettings, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, device: Device
 ) -> tuple[GPTModel, DsaState]:
@@ -185,11 +138,16 @@ def _build(
         dtype=torch.bfloat16 if settings.precision.bf16 else torch.float32,
         aux_loss_coeff=settings.optim.moe_aux_loss_coeff,
         recompute_dsa=settings.precision.recompute_dsa,
+        base_indexers=settings.model.train == BASE_INDEXERS,
     )
     model, state = build_model(arch, pattern, dsa, build, backend)
     load_base(model, settings.model.base_model, arch, pattern, progress=ranks.is_main())
-    initialize_dsa_layers(model, pattern, settings.model.dsa_init, std=arch.init_std, seed=settings.steps.seed)
-    freeze_base(model, pattern)
+    if build.base_indexers:
+        initialize_base_indexers(model, std=arch.init_std, seed=settings.steps.seed)
+        freeze_all_but_indexers(model)
+    else:
+        initialize_dsa_layers(model, pattern, settings.model.dsa_init, std=arch.init_std, seed=settings.steps.seed)
+        freeze_base(model, pattern)
     model.to(device.torch_device)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
@@ -218,7 +176,7 @@ def _identity(
                 f"{found[other][:12]}, rank 0's {found[0][:12]}; copy the base to that rank's machine again"
             )
     return Identity(
-        kind=kind,
+        kind=BASE_INDEXERS if settings.model.train == BASE_INDEXERS else kind,
         base_path=str(base),
         base_sha256=ranks.broadcast(base_sha256),
         layer_pattern=pattern,
@@ -255,7 +213,8 @@ def _assemble(
         if checkpoint is not None:
             restore_training_state(load_training_state(checkpoint, layout), optimizer, scheduler)
         metrics = _open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
-    flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa)
+    indexers = settings.model.train == BASE_INDEXERS
+    flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa, base_indexers=indexers)
     dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
     return Run(
         settings=settings,
@@ -299,19 +258,12 @@ def _load_start(
 
 def _open_output(settings: TrainSettings, identity: Identity, progress: Progress) -> MetricsWriter:
     """Rank 0's metrics; config.json beside them."""
-    config = _as_json(settings)
+    config = settings_as_json(settings)
     metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
     pattern = list(identity.layer_pattern)
     content = {"schema": 1, "kind": identity.kind, "settings": config, "layer_pattern": pattern, **_versions()}
     atomic_write_json(settings.output.save / CONFIG_FILE, content)
     return metrics
-
-
-def _as_json(settings: TrainSettings) -> dict:
-    """The settings as flat flags; paths as strings."""
-    groups = asdict(settings).values()
-    flat = {name: value for group in groups for name, value in group.items()}
-    return json.loads(json.dumps(flat, default=lambda value: str(value) if isinstance(value, Path) else value))
 
 
 def _versions() -> dict:

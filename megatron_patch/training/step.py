@@ -108,7 +108,7 @@ class TrainStep:
         def forward_step(iterator: Iterator[PackedBatch], model):
             batch = next(iterator).to(self.device.torch_device)
             self.state.counted = batch.valid
-            losses = forward_pack(model, batch.tokens, batch.cu_seqlens, batch.labels)
+            losses = self.state.attach_kept(forward_pack(model, batch.tokens, batch.cu_seqlens, batch.labels))
 
             def loss_func(losses: Tensor) -> tuple[Tensor, Tensor]:
                 total = (losses * batch.loss_mask).sum()

@@ -26,6 +26,9 @@ TRAINING: dict[str, tuple[list[str], str]] = {
     "a pattern of another attention": (["--layer-pattern", "mla*3,gqa"], "'gqa' in 'mla.3,gqa'; write e.g."),
     "a pattern that drops a layer": (["--layer-pattern", "mla*2,dsa*2"], "must be the base's 3 mla layers .*: mla.2,dsa.2"),
     "a blend without weights": (["--data-path", "P1", "P2"], "a weight > 0 before each prefix, .* got 'P1 P2'"),
+    "base indexers with a pattern": (["--train", "base-indexers", "--layer-pattern", "mla*3"], "without --layer-pattern: mla.3"),
+    "base indexers with muon": (["--train", "base-indexers", "--optimizer", "muon"], "muon takes no indexers: muon; use adam"),
+    "base indexers recomputed": (["--train", "base-indexers", "--recompute-dsa"], "--recompute-dsa needs DSA layers: --train base"),
     "CUDA that is not there": (["--device", "cuda"], "--device cuda needs a GPU"),
     "NPU": (["--device", "npu"], "--device npu needs the Ascend path"),
     "a profile backwards": (["--profile-steps", "5:2"], "--profile-steps must be A:B .* 5:2"),
@@ -127,6 +130,10 @@ CASES: dict[str, Case] = {
         lambda w: ["dsa-upcycle", "demo-base", "--output", _file_in_the_way(w), "--fast"], "taken is something else"
     ),
     "export with an unknown layout": Case(lambda w: w.export("--layout", "flat"), "invalid choice 'flat' for argument '--layout'"),
+    "base indexers in SFT": Case(lambda w: w.train("--train", "base-indexers", kind="sft"), "learn from text: .* use pretrain_up"),
+    "base indexers for the hybrid": Case(
+        lambda w: w.export("--base-indexers", str(w.copy("indexers"))), "belong to the native layout, .*: --layout is hybrid; add"
+    ),
     "export natively by links": Case(
         lambda w: w.export("--layout", "native", "--base-shards", "symlink"), "--layout native renames a tensor of each layer; use copy"
     ),

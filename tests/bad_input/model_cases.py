@@ -96,10 +96,10 @@ def _cut_vocabulary(tensors: dict[str, torch.Tensor], rows: int) -> None:
         tensors[name] = tensors[name][:rows].clone()
 
 
-def _tensors(change: Callable[[dict], Any], message: str) -> Case:
+def _tensors(change: Callable[[dict], Any], message: str, *flags: str) -> Case:
     def build(w: World) -> list[str]:
         edit_tensors(w.base, change)
-        return w.train()
+        return w.train(*flags)
 
     return Case(build, message)
 
@@ -179,6 +179,20 @@ def _other_base(w: World) -> None:
     edit_bytes(w.base / SHARD, lambda b: b.__setitem__(-1, b[-1] ^ 1))
 
 
+def _indexers(change: Callable[[dict], Any], message: str) -> Case:
+    """The manifest of the base's indexers spoilt, then joined in a native export."""
+
+    def build(w: World) -> list[str]:
+        edit_json(w.copy("indexers") / "iter_0000020" / "manifest.json", change)
+        return w.export("--layout", "native", "--base-indexers", str(w.copy("indexers")))
+
+    return Case(build, message)
+
+
+def _set_base(content: dict) -> None:
+    content["base"]["sha256"] = "0" * 64
+
+
 def _adopt(w: World) -> None:
     """Let the checkpoint name the edited base as its own."""
     edit_json(w.iteration / "manifest.json", lambda c: c["base"].update(sha256=directory_identity(w.base)))
@@ -211,6 +225,28 @@ CHECKPOINTS: dict[str, Case] = {
     "start of another indexer": _checkpoint(_nothing, "belongs to one indexer: .*--index-", "--index-topk", "9", command=START),
     "start of another pattern": _checkpoint(_nothing, "belongs to one layer pattern: ", "--dsa-layers", "1", command=START),
     "resume without training state": _checkpoint(_nothing, r"lacks training\.pt; copy the checkpoint", command="load"),
+    "DSA layers as base indexers": Case(
+        lambda w: w.export("--layout", "native", "--base-indexers", str(w.copy("save"))),
+        r"is a run of --train base-indexers: .* trained DSA layers \(pretrain\); give it as --checkpoint",
+    ),
+    "base indexers as DSA layers": Case(
+        lambda w: w.export("--checkpoint", str(w.copy("indexers"))), "holds trained DSA layers: .* holds the base's indexers"
+    ),
+    "base indexers of another base": _indexers(_set_base, r"have one base: .* --checkpoint [0-9a-f]{64}; train the base's"),
+    "base indexers of another size": _indexers(lambda c: c["dsa"].update(index_head_dim=8), "one --index-head-dim: .* has 8, .* 16"),
+    "base indexers that changed": _indexers(lambda c: c["files"].update({"model.safetensors": "0" * 64}), "has changed; copy"),
+    "DSA layers that start from base indexers": Case(
+        lambda w: w.train("--pretrained-checkpoint", str(w.copy("indexers"))), "train apart: .* has base-indexers, .* DSA layers"
+    ),
+    "base indexers that start from DSA layers": Case(
+        lambda w: w.train("--train", "base-indexers", "--pretrained-checkpoint", str(w.copy("save"))), "train apart: .* has DSA la"
+    ),
+    "base indexers that start from an export": Case(
+        lambda w: w.train("--train", "base-indexers", "--pretrained-checkpoint", str(w.copy("export"))), "is an export; leave"
+    ),
+    "base indexers on a norm weight of zero": _tensors(
+        lambda t: t[NORM].view(-1)[5:6].zero_(), "input_layernorm of layer 2 has 1 zeros; this base cannot", "--train", "base-indexers"
+    ),
     "a norm weight of zero": _checkpoint(
         lambda w: (edit_tensors(w.base, lambda t: t[NORM].view(-1)[5:6].zero_()), _adopt(w)),
         f"{NORM} .* 1 of 64 weights are zero .*use --layout hybrid", "--layout", "native",

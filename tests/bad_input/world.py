@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_patch.checkpoint.export import export
 from tests.checkpoint.models import DSA
-from tests.checkpoint.runs import write_run
+from tests.checkpoint.runs import write_indexers, write_run
 from tests.data.files import chat, pretrain, sft, write_jsonl
 from tests.tiny import make_tiny_base, make_tiny_tokenizer
 
@@ -48,6 +48,7 @@ class Originals:
         sft([write_jsonl(path / "chats.jsonl", chats)], base, path / "chats", seq_length=64)
         export(write_run(path / "save", base), base, path / "export", progress=False)
         export(path / "save", base, path / "native", layout="native", progress=False)
+        write_indexers(path / "indexers", base)
         write_suite(path / "suite")
         return cls(path)
 

@@ -28,3 +28,10 @@ def exported(base, run) -> Path:
     """Its export; read only."""
     export(run, base, base.parent / "export", progress=False)
     return base.parent / "export"
+
+
+@pytest.fixture(scope="session")
+def native(base, run) -> Path:
+    """Its export in the native layout; read only."""
+    export(run, base, base.parent / "native", layout="native", progress=False)
+    return base.parent / "native"

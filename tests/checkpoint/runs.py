@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_patch.checkpoint.hf_mapping import base_indexer_mapping, sizes
 from megatron_patch.checkpoint.manifest import LATEST_FILE, WEIGHTS_FILE, BaseReference, TrainingManifest
 from megatron_patch.io.hashes import directory_identity, file_sha256
 from megatron_patch.model.architecture import read_architecture
@@ -46,3 +47,17 @@ def write_run(
     TrainingManifest(**(manifest | fields)).write(directory)
     (save / LATEST_FILE).write_text(str(iteration))
     return save
+
+
+def write_indexers(save: Path, base: Path, *, std: float = 0.05, seed: int = 9) -> Path:
+    """A --save directory of a run that trained the base's indexers; random values."""
+    arch, generator = read_architecture(base), torch.Generator().manual_seed(seed)
+    mapping = base_indexer_mapping(arch)
+    shapes = mapping.shapes(sizes(arch, DSA))
+    trained = {mapping.megatron_name[hf]: torch.randn(shape, generator=generator) * std for hf, shape in shapes.items()}
+
+    def replace(tensors: dict) -> None:
+        tensors.clear()
+        tensors.update(trained)
+
+    return write_run(save, base, change=replace, kind="base-indexers", layer_pattern=PATTERN[:3])

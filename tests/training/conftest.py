@@ -51,23 +51,24 @@ def _script(name: str, *args) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
 
 
-@pytest.fixture
+def settings_of(base, save, data_path: str, **flags) -> TrainSettings:
+    """Settings of a small run on a base; keyword arguments are flags."""
+    values = {
+        "base_model": base, "data_path": data_path, "save": save, "train_iters": 6, "seq_length": 64,
+        "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16, "global_batch_size": 4, "micro_batch_size": 2,
+        "lr": 1e-3, "eval_interval": 0, "eval_iters": 1, "log_interval": 1, "device": "cpu", "split": "80,20",
+    }  # fmt: skip
+    argv = []
+    for name, value in (values | flags).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            argv += [f"--{flag}", str(value)]
+    return parse(TrainSettings, argv, prog="test")
+
+
+@pytest.fixture(scope="session")
 def make_settings(tiny_base):
-    """Settings of a small run; keyword arguments are flags."""
-
-    def make(save, data_path: str, **flags) -> TrainSettings:
-        values = {
-            "base_model": tiny_base, "data_path": data_path, "save": save, "train_iters": 6, "seq_length": 64,
-            "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16, "global_batch_size": 4, "micro_batch_size": 2,
-            "lr": 1e-3, "eval_interval": 0, "eval_iters": 1, "log_interval": 1, "device": "cpu", "split": "80,20",
-        }  # fmt: skip
-        argv = []
-        for name, value in (values | flags).items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                argv.append(f"--{flag}" if value else f"--no-{flag}")
-            elif value is not None:
-                argv += [f"--{flag}", str(value)]
-        return parse(TrainSettings, argv, prog="test")
-
-    return make
+    """`settings_of` the tiny base."""
+    return lambda save, data_path, **flags: settings_of(tiny_base, save, data_path, **flags)

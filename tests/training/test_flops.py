@@ -9,6 +9,7 @@ from megatron_patch.model.builder import forward_pack
 from megatron_patch.model.dsa_state import DENSE
 from megatron_patch.planning.flops import FlopsCounter
 from tests.model.build import TINY_DSA, tiny_model
+from tests.model.test_indexed_attention import indexed_model
 
 PATTERN = ("mla",) * 3 + ("dsa",) * 2
 
@@ -43,3 +44,16 @@ def test_attention_is_counted_by_pairs(tiny_base, dense):
     assert found.frozen - alone.frozen == 3 * per_pair * causal
     assert found.dsa - alone.dsa == 3 * 2 * (per_pair * chosen + per_index_pair * causal)
     assert found.head == alone.head
+
+
+def test_a_step_of_the_bases_indexers_costs_what_is_counted(device, tiny_base):
+    model, state = indexed_model(tiny_base)
+    n = 64
+    tokens = torch.randint(0, 320, (n,), generator=torch.Generator().manual_seed(1))
+    state.stage, state.kl_grad_scale, state.counted = DENSE, 1.0, None
+    with FlopCounterMode(display=False) as measured:
+        state.attach_kept(forward_pack(model, tokens, torch.arange(n + 1, dtype=torch.int32), tokens)).sum().backward()
+    counter = FlopsCounter(read_architecture(tiny_base), PATTERN[:3], TINY_DSA, base_indexers=True)
+    assert counter([1] * n, dense=True).total == pytest.approx(measured.get_total_flops(), rel=0.02)
+    per_token = counter([1] * n, dense=True).total / n
+    assert counter([n], dense=True).total > n * per_token  # pairs count too
