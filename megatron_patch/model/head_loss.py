@@ -60,11 +60,14 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, group, chunk: int, wanted: bool) -> Tensor:
         losses = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
         gradient = torch.empty_like(hidden) if wanted else None
+        # One buffer for all chunks: fresh memory would cost more than the arithmetic on it.
+        buffer = hidden.new_empty(min(chunk, hidden.size(0)), weight.size(0))
         for begin in range(0, hidden.size(0), chunk):
             part = slice(begin, begin + chunk)
-            losses[part], softmax = _chunk(hidden[part], weight, labels[part], group)
+            logits = torch.mm(hidden[part], weight.T, out=buffer[: len(labels[part])])
+            losses[part], difference = _chunk(logits.float(), labels[part], group)
             if wanted:
-                gradient[part] = softmax.to(weight.dtype) @ weight
+                torch.mm(difference.to(weight.dtype), weight, out=gradient[part])
         if wanted:
             if group is not None:
                 dist.all_reduce(gradient, group=group)
@@ -77,19 +80,17 @@ class _HeadLoss(torch.autograd.Function):
         return (gradient * grad_losses[:, None]).to(gradient.dtype), None, None, None, None, None
 
 
-def _chunk(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, group) -> tuple[Tensor, Tensor]:
-    """(losses fp32 [C], gradient of the losses with respect to this rank's logits, fp32 [C, V])."""
-    logits_CV = (hidden_CD @ weight_VD.T).float()
-    words = weight_VD.size(0)
+def _chunk(logits_CV: Tensor, labels_C: Tensor, group) -> tuple[Tensor, Tensor]:
+    """(losses fp32 [C], their gradient with respect to this rank's logits, fp32 [C, V]); the logits are overwritten."""
+    words = logits_CV.size(1)
     first = 0 if group is None else dist.get_rank(group) * words
     top_C = logits_CV.amax(-1)
     if group is not None:
         dist.all_reduce(top_C, dist.ReduceOp.MAX, group=group)
-    logits_CV -= top_C[:, None]
     here_C = (labels_C >= first) & (labels_C < first + words)
     column_C = (labels_C - first).clamp(0, words - 1)[:, None]
-    right_C = logits_CV.gather(-1, column_C).squeeze(-1) * here_C
-    total_C = logits_CV.exp_().sum(-1)
+    right_C = torch.where(here_C, logits_CV.gather(-1, column_C).squeeze(-1) - top_C, 0.0)
+    total_C = logits_CV.sub_(top_C[:, None]).exp_().sum(-1)
     if group is not None:
         both = torch.stack([right_C, total_C])
         dist.all_reduce(both, group=group)
