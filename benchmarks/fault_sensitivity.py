@@ -182,10 +182,14 @@ def _plant(model: torch.nn.Module, fault: Fault) -> Iterator[None]:
 
 
 def _recompute_with_stale_keys(stack: contextlib.ExitStack, layer: torch.nn.Module) -> None:
-    """Run the layer again in the backward pass, where every query takes the keys of the one before it."""
+    """Run the attention again in the backward pass, where every query takes the keys of the one before it, too.
+
+    The attention alone: with the experts in it, other keys send tokens to other experts, and torch notices other shapes.
+    """
     from megatron_patch.hf_model.modeling_deepseek_v2_dsa import select_topk
 
-    forward, state = layer.forward, {"again": False}
+    attention, state = layer.self_attn, {"again": False}
+    forward = attention.forward
 
     def select(scores: Tensor, k: int) -> Tensor:
         chosen = select_topk(scores, k)
@@ -198,15 +202,17 @@ def _recompute_with_stale_keys(stack: contextlib.ExitStack, layer: torch.nn.Modu
         @contextlib.contextmanager
         def second():
             state["again"] = True
-            yield
-            state["again"] = False
+            try:
+                yield
+            finally:  # torch leaves early, once it has what it needs
+                state["again"] = False
 
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), second()), **kwargs
         )
 
-    shadow(stack, layer, "forward", recomputed)
-    shadow(stack, layer.self_attn, "index_selector", select)
+    shadow(stack, attention, "forward", recomputed)
+    shadow(stack, attention, "index_selector", select)
 
 
 def main(arguments: Arguments) -> None:
