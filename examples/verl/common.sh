@@ -150,6 +150,10 @@ check_model() {
 grpo() {
   need MODEL "the Hugging Face directory that trainer and engine share"
   need DATA "the folder that data/prepare_rl.py wrote"
+  case "$ROLLOUT" in
+    vllm | vllm-ascend | sglang) ;;
+    *) fail "ROLLOUT must be vllm, vllm-ascend or sglang: $ROLLOUT; choose one" ;;
+  esac
   [[ "$ROLLOUT" != vllm-ascend || "$DEVICE" == npu ]] || fail "ROLLOUT=vllm-ascend needs DEVICE=npu: it is $DEVICE; use ROLLOUT=vllm"
   [[ "$DEVICE" != npu || "$ROLLOUT" != vllm ]] || fail "ROLLOUT on NPUs is vllm-ascend or sglang: vllm; use ROLLOUT=vllm-ascend"
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

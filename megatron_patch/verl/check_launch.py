@@ -75,7 +75,9 @@ def check_launch(launch: Launch) -> list[str]:
         )
     experts = _experts(config)
     if launch.ascend and architecture in (NATIVE, V4) and "auto_map" not in config and experts != 256:
-        notes.append(f"{experts} experts: a MoE gating kernel of Ascend was reported to know 256 alone (vllm-ascend #5310); try one forward pass first")
+        notes.append(
+            f"{experts} experts: a MoE gating kernel of Ascend was reported to know 256 alone (vllm-ascend #5310); try one forward pass first"
+        )
     return notes
 
 
@@ -93,14 +95,22 @@ def _architecture(launch: Launch, config: dict) -> str:
 def _files(model: Path) -> None:
     for name in ("tokenizer.json", "generation_config.json"):
         if not (model / name).is_file():
-            raise UserError(f"verl needs {name}: {model} has none; copy it from the model that the directory was made of")
+            raise UserError(
+                f"verl needs {name}: {model} has none; copy it from the model that the directory was made of"
+            )
     tokenizer = _json(model / "tokenizer_config.json")
     if not (model / "chat_template.jinja").is_file() and not tokenizer.get("chat_template"):
-        raise UserError(f"verl renders prompts with the model's chat template: {model} has none; put one into {model}/chat_template.jinja")
+        raise UserError(
+            f"verl renders prompts with the model's chat template: {model} has none; put one into {model}/chat_template.jinja"
+        )
+    if not (model / INDEX).is_file() and (model / "model.safetensors").is_file():
+        return
     shards = set(_json(model / INDEX).get("weight_map", {}).values())
     missing = sorted(shard for shard in shards if not (model / shard).is_file())
     if missing or not shards:
-        raise UserError(f"{INDEX} must name the weights: {missing[0] if missing else 'no file'} of {model} is missing; copy the directory again")
+        raise UserError(
+            f"{INDEX} must name the weights: {missing[0] if missing else 'no file'} of {model} is missing; copy the directory again"
+        )
 
 
 def _sizes(launch: Launch, config: dict) -> None:
@@ -109,11 +119,19 @@ def _sizes(launch: Launch, config: dict) -> None:
         if size < 1 or heads % size:
             raise UserError(f"{name} must divide the {heads} attention heads: {size}; choose a divisor")
     if launch.expert_parallel < 1 or experts % launch.expert_parallel:
-        raise UserError(f"EP must divide the {experts} routed experts of the model: {launch.expert_parallel}; choose a divisor")
+        raise UserError(
+            f"EP must divide the {experts} routed experts of the model: {launch.expert_parallel}; choose a divisor"
+        )
     group = launch.tensor_parallel * launch.pipeline_parallel
-    for name, size in (("TP * PP", group), ("EP * PP", launch.expert_parallel * launch.pipeline_parallel), ("ROLLOUT_TP", launch.rollout_tensor_parallel)):
+    for name, size in (
+        ("TP * PP", group),
+        ("EP * PP", launch.expert_parallel * launch.pipeline_parallel),
+        ("ROLLOUT_TP", launch.rollout_tensor_parallel),
+    ):
         if launch.devices % size:
-            raise UserError(f"{name} must divide the {launch.devices} devices: {size}; change it, NNODES or DEVICES_PER_NODE")
+            raise UserError(
+                f"{name} must divide the {launch.devices} devices: {size}; change it, NNODES or DEVICES_PER_NODE"
+            )
 
 
 def _router_replay(launch: Launch) -> None:

@@ -2,8 +2,8 @@
 
     python -m megatron_patch.verl.compose OVERRIDES...
 
-What `python -m verl.trainer.main_ppo OVERRIDES...` would start with: an unknown key, a wrong type or batch sizes that do not fit
-end here with one line instead of on a cluster.
+What `python -m verl.trainer.main_ppo OVERRIDES...` would start with: an unknown key, a mode that verl does not know or batch sizes that
+do not fit end here with one line instead of on a cluster.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ def compose_config(overrides: list[str]) -> "DictConfig":
         UserError: verl is not installed, an override that Hydra refuses, or a configuration that verl refuses.
     """
     if importlib.util.find_spec("verl") is None:
-        raise UserError("verl must be importable to compose its configuration: it is not; run this in verl's environment (docs/verl.md)")
+        raise UserError(
+            "verl must be importable to compose its configuration: it is not; run this in verl's environment (docs/verl.md)"
+        )
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -35,7 +37,9 @@ def compose_config(overrides: list[str]) -> "DictConfig":
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose(CONFIG, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"verl's configuration must take every override: {_first_line(error)}; mend the setting of that name") from error
+        raise UserError(
+            f"verl's configuration must take every override: {_first_line(error)}; mend the setting of that name"
+        ) from error
     with contextlib.redirect_stdout(sys.stderr):  # verl prints that all is well; stdout holds the configuration
         _validate(config)
     return config
@@ -53,7 +57,9 @@ def _validate(config: "DictConfig") -> None:
         for typed in (config.actor_rollout_ref.rollout, config.algorithm):
             omega_conf_to_dataclass(typed)
     except (ValueError, AssertionError, TypeError, HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"verl must accept the configuration: {_first_line(error)}; change the settings that it names") from error
+        raise UserError(
+            f"verl must accept the configuration: {_first_line(error)}; change the settings that it names"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

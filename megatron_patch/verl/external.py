@@ -29,7 +29,9 @@ def checked(model_class: type) -> type:
             )
         return (model, info) if output_loading_info else model
 
-    subclass = type(model_class.__name__, (model_class,), {"__module__": __name__, "from_pretrained": classmethod(from_pretrained)})
+    subclass = type(
+        model_class.__name__, (model_class,), {"__module__": __name__, "from_pretrained": classmethod(from_pretrained)}
+    )
     return subclass
 
 

@@ -60,7 +60,9 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     """
     del extra_info
     if data_source not in FORMS:
-        raise ValueError(f"data_source must be one of {', '.join(FORMS)}: {data_source!r}; prepare the data with data/prepare_rl.py")
+        raise ValueError(
+            f"data_source must be one of {', '.join(FORMS)}: {data_source!r}; prepare the data with data/prepare_rl.py"
+        )
     answer_of, truth_of = FORMS[data_source]
     answer = answer_of(solution_str)
     score = float(answer != _NOTHING and answer == truth_of(ground_truth))
