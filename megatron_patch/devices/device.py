@@ -76,6 +76,9 @@ def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 
         seed: of megatron-core's RNG tracker; rank-dependent where it must be.
         expert_parallel: ranks over which the experts of a layer are spread.
         timeout_minutes: after which a collective whose partner died ends the process.
+
+    Raises:
+        RuntimeError: megatron-core's groups were made before, for another layout.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -88,6 +91,8 @@ def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 
             dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+    if (found := parallel_state.get_expert_model_parallel_world_size()) != expert_parallel:
+        raise RuntimeError(f"the groups are for {found} expert-parallel ranks, not {expert_parallel}")
     model_parallel_cuda_manual_seed(seed)
 
 

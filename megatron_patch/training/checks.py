@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_patch.checkpoint.from_export import is_export
-from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
+from megatron_patch.checkpoint.manifest import saved_iterations
+from megatron_patch.checkpoint.resume import resumable_iterations
 from megatron_patch.config import BASE_INDEXERS, SFT, TrainSettings
 from megatron_patch.errors import UserError
 from megatron_patch.io.strict_json import read_json
+from megatron_patch.layout_rules import check_layout
 
 CONFIG_FILE = "config.json"
 
@@ -26,7 +28,7 @@ def check_output(settings: TrainSettings) -> None:
     save, load = settings.output.save, settings.start.load
     for start in (load, settings.start.pretrained_checkpoint):
         if start is not None and (start is load or not is_export(start)):
-            iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
+            resumable_iterations(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
     if load is not None:
@@ -35,7 +37,7 @@ def check_output(settings: TrainSettings) -> None:
         return
     if save.is_dir() and any(save.iterdir()):
         resume = (
-            f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
+            f"resume it with --load {save}" if saved_iterations(save) else "it holds no checkpoint, so empty it"
         )
         raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
 
@@ -60,14 +62,18 @@ def _check_same_run(settings: TrainSettings) -> None:
             )
 
 
-def check_launch() -> None:
-    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word."""
+def check_launch(settings: TrainSettings) -> None:
+    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word.
+
+    The layout is checked before the ranks meet, for megatron-core's groups need one that divides.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and "RANK" not in os.environ:
         raise UserError(
             f"several processes are started by torchrun, which sets RANK: WORLD_SIZE is {size} and there is no RANK; "
             f"use torchrun --nproc-per-node {size}, or unset WORLD_SIZE"
         )
+    check_layout(settings.launch(int(size)))
 
 
 def settings_as_json(settings: TrainSettings) -> dict:

@@ -72,3 +72,29 @@ def settings_of(base, save, data_path: str, **flags) -> TrainSettings:
 def make_settings(tiny_base):
     """`settings_of` the tiny base."""
     return lambda save, data_path, **flags: settings_of(tiny_base, save, data_path, **flags)
+
+
+@pytest.fixture(scope="session")
+def runs(device, two_ranks, text_prefix, sft_folder, tmp_path_factory):
+    """(form, ranks, further flags) -> the --save directory of an uninterrupted run, made once."""
+    from megatron_patch.config import SFT
+    from megatron_patch.training.loop import train
+    from tests.training.rank_runs import FLAGS, of_form, quiet, train_quietly
+
+    made = {}
+
+    def run(make_settings, form: str, count: int, **more):
+        key = (form, count, *sorted(more.items()))
+        if key not in made:
+            kind, flags = of_form(form)
+            save = tmp_path_factory.mktemp("run") / "save"
+            settings = make_settings(save, run.data_of(kind), **FLAGS | flags | more)
+            if count == 1:
+                assert train(settings, kind, device) == 0
+            else:
+                quiet(two_ranks.run(train_quietly, settings, kind))
+            made[key] = save
+        return made[key]
+
+    run.data_of = lambda kind: sft_folder if kind == SFT else text_prefix
+    return run
