@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import platform
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from megatron.core import parallel_state
@@ -12,7 +10,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_patch import __version__
 from megatron_patch.checkpoint.load_base import load_base
 from megatron_patch.checkpoint.manifest import Layout
 from megatron_patch.checkpoint.save import Identity, Progress, clear_leftovers
@@ -23,7 +20,6 @@ from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.lock import only_writer
-from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
@@ -40,11 +36,19 @@ from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_patt
 from megatron_patch.model.names import local_experts
 from megatron_patch.ops.backends import choose_backend
 from megatron_patch.planning.flops import FlopsCounter
-from megatron_patch.training.checks import CONFIG_FILE, check_kind, check_launch, check_output, settings_as_json
+from megatron_patch.training.checks import (
+    check_kind,
+    check_launch,
+    check_output,
+    goes_on,
+    mark_start,
+    resumed_in_place,
+)
 from megatron_patch.training.data import RunData, build_data
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
+from megatron_patch.training.output import open_output
 from megatron_patch.training.start import choose_start, load_start, restore_training
 from megatron_patch.training.step import TrainStep
 
@@ -93,14 +97,19 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     with ranks.agreement():
+        again = ranks.is_main() and goes_on(settings.output.save)
+    if again := ranks.broadcast(again):
+        settings = resumed_in_place(settings)
+    with ranks.agreement():
         check_kind(settings, kind)
         if ranks.is_main():
-            check_output(settings)
+            check_output(settings, again)
+            mark_start(settings.output.save)
         arch = read_architecture(settings.model.base_model)
         pattern = layer_pattern(settings, arch)
         dsa = _dsa_settings(settings, arch)
         check_layout(settings.launch(ranks.count(), arch.num_experts))
-        if ranks.is_main() and settings.resumes_in_place:
+        if ranks.is_main() and (again or settings.resumes_in_place):
             clear_leftovers(settings.output.save)
     ep = parallel.expert_model_parallel_size
     experts = local_experts(arch.num_experts, ep, parallel_state.get_expert_model_parallel_rank())
@@ -256,7 +265,7 @@ def _assemble(
     with ranks.agreement():
         if settings.start.load is not None:
             restore_training(*chosen, model, optimizer, scheduler, layout, experts)
-        metrics = _open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
+        metrics = open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
     indexers = settings.model.train == BASE_INDEXERS
     flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa, base_indexers=indexers)
     dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
@@ -278,20 +287,3 @@ def _assemble(
         experts=experts,
         frozen_here=frozen_here,
     )
-
-
-def _open_output(settings: TrainSettings, identity: Identity, progress: Progress) -> MetricsWriter:
-    """Rank 0's metrics; config.json beside them."""
-    config = settings_as_json(settings)
-    metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
-    pattern = list(identity.layer_pattern)
-    content = {"schema": 1, "kind": identity.kind, "settings": config, "layer_pattern": pattern, **_versions()}
-    atomic_write_json(settings.output.save / CONFIG_FILE, content)
-    return metrics
-
-
-def _versions() -> dict:
-    names = ("torch", "megatron-core", "transformers")
-    return {
-        "versions": {"dsa-upcycling": __version__, "python": platform.python_version()} | {n: version(n) for n in names}
-    }

@@ -18,12 +18,16 @@ WORDS = "the cat sat on a mat and saw one dog run by as it fell over old".split(
 
 @pytest.fixture(scope="session")
 def text_prefix(tiny_base, tmp_path_factory):
-    """60 documents of 5 to 40 words, prepared by the script that users run."""
-    folder = tmp_path_factory.mktemp("text")
+    """As `write_text`."""
+    return write_text(tmp_path_factory.mktemp("text"), tiny_base)
+
+
+def write_text(folder: Path, base: Path) -> str:
+    """60 documents of 5 to 40 words, prepared by the script that users run; their prefix."""
     random.seed(1)
     lines = [json.dumps({"text": " ".join(random.choices(WORDS, k=random.randint(5, 40)))}) for _ in range(60)]
     (folder / "t.jsonl").write_text("\n".join(lines) + "\n")
-    _script("prepare_pretrain.py", "--input", folder / "t.jsonl", "--text-key", "text", "--tokenizer", tiny_base,
+    _script("prepare_pretrain.py", "--input", folder / "t.jsonl", "--text-key", "text", "--tokenizer", base,
             "--output-prefix", folder / "text")  # fmt: skip
     return str(folder / "text")
 

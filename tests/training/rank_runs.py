@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from safetensors.torch import load_file
 
 from megatron_patch import errors
+from megatron_patch.checkpoint import save as saving
 from megatron_patch.checkpoint.optimizer_state import OptimizerState
 from megatron_patch.config import PRETRAIN, SFT, TrainSettings
 from megatron_patch.devices import ranks
@@ -79,6 +80,14 @@ def train_with(event: str, at: int, settings: TrainSettings, kind: str) -> tuple
             elif event == "infinite gradient":
                 parameter = next(p for p in self.model.parameters() if p.requires_grad)
                 parameter.register_hook(lambda grad: grad * float("inf"))
+            elif event == "disk full":
+                patch.setattr(saving, "write_safetensors", no_space)
+            elif event == "frozen expert moves":
+                with torch.no_grad():
+                    next(p for n, p in self.model.named_parameters() if "local_experts" in n and not p.requires_grad)[0] += 1
+            elif event == "trained weight moves":
+                with torch.no_grad():
+                    next(p for n, p in self.model.named_parameters() if n.endswith("wk.weight") and p.requires_grad)[0] += 1
             elif event == "defect":
                 raise ValueError("planted")
             else:
@@ -88,6 +97,10 @@ def train_with(event: str, at: int, settings: TrainSettings, kind: str) -> tuple
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup.TrainStep, "__call__", step)
         return train_quietly(settings, kind)
+
+
+def no_space(*args):
+    raise OSError(28, "No space left on device")
 
 
 def rewound(save: Path, iteration: int, copy: Path) -> Path:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from megatron_patch.checkpoint.export import export
 from megatron_patch.config import PRETRAIN
 from megatron_patch.training.loop import train
-from tests.distributed import Ranks
+from tests.distributed import RankError, Ranks
 from tests.training.rank_runs import (
     FLAGS,
     LAST,
@@ -22,6 +22,7 @@ from tests.training.rank_runs import (
     same_run,
     steps_of_adam,
     train_quietly,
+    train_with,
     whole_state,
 )
 
@@ -99,6 +100,20 @@ def test_another_layout_goes_on(runs, two_ranks, device, make_settings, tmp_path
         quiet(two_ranks.run(train_quietly, settings, PRETRAIN))
     follows(whole, save)
     assert steps_of_adam(save / LAST) == {STEPS}
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ("frozen expert moves", "a frozen parameter or buffer moved"),
+        ("trained weight moves", "ranks 0 and 1 must hold the same weights: they differ in decoder.layers.3.self_attention.indexer.wk"),
+    ],
+)
+def test_what_parts_on_one_rank_is_not_saved(runs, two_ranks, make_settings, tmp_path, event, message):
+    settings = make_settings(tmp_path / "save", runs.data_of(PRETRAIN), **FLAGS | EP | {"train_iters": 3, "eval_interval": 0})
+    with pytest.raises(RankError, match=message):
+        two_ranks.run(train_with, event, 3, settings, PRETRAIN)
+    assert not list((tmp_path / "save").glob("iter_*"))
 
 
 def test_recomputed_layers_send_their_tokens_again(runs, two_ranks, make_settings, tmp_path):

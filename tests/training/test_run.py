@@ -40,6 +40,7 @@ FORMS = {
     "bf16": {"bf16": True},
     "distributed optimizer": {"use_distributed_optimizer": True},
     "bf16, distributed optimizer": {"bf16": True, "use_distributed_optimizer": True},
+    "sgd": {"optimizer": "sgd"},
     "muon": {"optimizer": "muon"},
     "bf16, muon": {"bf16": True, "optimizer": "muon"},
     "sft": {"kind": SFT},
@@ -67,7 +68,7 @@ def test_resume_equals_the_uninterrupted_run(device, make_settings, text_prefix,
     files = ("training.pt", "optimizer_rank0000.safetensors")
     read = {files[0]: lambda file: torch.load(file, weights_only=True), files[1]: load_file}
     states = [flat({name: read[name](d / "iter_0000006" / name) for name in files}) for d in (whole, halves)]
-    assert states[0].keys() == states[1].keys() and len(states[0]) > 100
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 60
     for key, value in states[0].items():
         same = torch.equal(value, states[1][key]) if torch.is_tensor(value) else value == states[1][key]
         assert same, key
