@@ -105,7 +105,7 @@ last_checkpoint() {
 
 # train SCRIPT SAVE SETTINGS...: a run that left no checkpoint starts again, one that did goes on.
 train() {
-  [[ -f "$2/latest_checkpointed_iteration.txt" || "$DRY_RUN" == 1 ]] || rm -rf "$2"
+  [[ "$DRY_RUN" == 1 ]] || compgen -G "$2/iter_[0-9]*" > /dev/null || rm -rf "$2"
   attend command env BASE_MODEL="$OUT/base" SAVE="$2" "${@:3}" bash "$STEPS/$1"
 }
 

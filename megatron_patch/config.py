@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_patch.errors import UserError
+from megatron_patch.layout_rules import Launch, check_layout
 
 PRETRAIN, SFT = "pretrain", "sft"
 DSA_LAYERS, BASE_INDEXERS = "dsa", "base-indexers"  # what trains
@@ -203,25 +204,23 @@ class ParallelSettings:
     sequence_parallel: bool = False
     """Split activations along the sequence where matrices are split."""
     use_distributed_optimizer: bool = False
-    """Spread the optimizer's state over the data-parallel ranks; such a checkpoint resumes on as many ranks only."""
+    """Spread the optimizer's state over the ranks that hold the same parameters."""
     distributed_timeout_minutes: float = 30.0
     """How long a rank waits for the others before it ends."""
 
-    def __post_init__(self) -> None:
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "context_parallel_size",
-        ):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            _require(
-                value == 1, f"{flag} must be 1: no other layout is proven equal in this release", value, f"use {flag} 1"
-            )
-        _require(not self.sequence_parallel, "--sequence-parallel needs tensor parallelism", "on", "leave it out")
-        minutes = self.distributed_timeout_minutes
-        _require(minutes > 0, "--distributed-timeout-minutes must be positive", minutes, "30 is usual")
+    def launch(self, **others: str | int | None) -> Launch:
+        """What the layout's rules are asked about; `others` are `Launch`'s fields of other settings."""
+        return Launch(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
+            context=self.context_parallel_size,
+            sequence=self.sequence_parallel,
+            distributed_optimizer=self.use_distributed_optimizer,
+            timeout_minutes=self.distributed_timeout_minutes,
+            **others,
+        )
 
 
 @dataclass
@@ -280,8 +279,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         warmup, iters = self.optim.lr_warmup_iters, self.steps.train_iters
         _require(warmup < iters, "--lr-warmup-iters must be below --train-iters", f"{warmup} >= {iters}", "lower it")
-        shards = self.optim.optimizer == MUON and self.parallel.use_distributed_optimizer
-        _require(not shards, "--optimizer muon needs whole matrices", "--use-distributed-optimizer", "leave one out")
+        check_layout(self.launch())
         if self.model.train == BASE_INDEXERS:
             kind, rule = self.optim.optimizer, "--train base-indexers needs --optimizer adam or sgd, muon takes no indexers"
             _require(kind != MUON, rule, kind, "use adam")
@@ -290,6 +288,10 @@ class TrainSettings:
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"
         )
+
+    def launch(self, ranks: int | None = None, experts: int | None = None) -> Launch:
+        """What the layout's rules are asked about; `ranks` and `experts` (of the base) where they are known."""
+        return self.parallel.launch(optimizer=self.optim.optimizer, train=self.model.train, ranks=ranks, experts=experts)
 
     @property
     def resumes_in_place(self) -> bool:

@@ -66,7 +66,7 @@ def as_line(error: Exception) -> UserError | NonFiniteError | None:
         return error
     if isinstance(error, OSError) and error.filename is not None:  # about a path that the user could mend
         return UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return UserError(f"the output needs space that can be written: {error.strerror}; free some, or give another path")
     return None
 

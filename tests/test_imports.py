@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_patch"
 
 # Each room, and the rooms that it may import from. Modules at the package's top are rooms of their own.
-FOUNDATION = {"errors", "claims", "config", "faults", "io", "ops", "statistics"}
+FOUNDATION = {"errors", "claims", "config", "faults", "io", "layout_rules", "ops", "statistics"}
 MIDDLE = FOUNDATION | {"devices", "model"}
 UPPER = MIDDLE | {"checkpoint", "data", "planning"}
 TRAINING = UPPER | {"training"}
@@ -20,7 +20,8 @@ REPORTS = TRAINING | {"evaluation", "diagnosis"}
 ALLOWED = {
     "errors": set(),
     "claims": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "layout_rules"},
+    "layout_rules": {"errors"},
     "faults": set(),
     "flags": {"errors"},
     "io": {"errors"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "model": MIDDLE,
     "checkpoint": UPPER | {"hf_model"},  # the export carries its files
     "data": UPPER,
-    "planning": {"errors", "config", "model"},
+    "planning": {"errors", "config", "layout_rules", "model"},
     "pruning": {"errors", "claims", "io", "hf_model"},  # an upcycled export runs with its class, not with the directory's code
     "demo": {"errors", "io", "data"},
     "training": TRAINING,

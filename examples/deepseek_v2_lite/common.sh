@@ -10,6 +10,7 @@ source "$ROOT/examples/signals.sh"
 # Where: processes on this machine (one per device), machines, and how they find each other.
 NPROC="${NPROC:-1}"
 NNODES="${NNODES:-1}"
+MAX_RESTARTS="${MAX_RESTARTS:-0}" # times that torchrun starts the run again after a failure, from its last checkpoint
 NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 MASTER_PORT="${MASTER_PORT:-29500}"
@@ -89,17 +90,18 @@ model_flags() {
 }
 
 # A run that was stopped goes on where it stands.
-resuming() { [[ -f "$SAVE/latest_checkpointed_iteration.txt" ]]; }
+resuming() { [[ -f "$SAVE/latest_checkpointed_iteration.txt" ]] || compgen -G "$SAVE/iter_[0-9]*" > /dev/null; }
 
 # launch SCRIPT FLAGS...: torchrun on this machine, or on each of NNODES machines. Signals go to the program, which saves and
 # ends with 0. After a failure torchrun ends with 1 whatever the exit code of the program was, after a long report.
 launch() {
   local torchrun where=(--standalone) command
   torchrun="$(tool torchrun)"
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="$((NNODES > 1))" # else a second start finds the addresses of the first
   [[ "$NNODES" == 1 ]] || where=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   )
-  command=("$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts 0 "$ROOT/$1" "${@:2}")
+  command=("$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS" "$ROOT/$1" "${@:2}")
   if [[ "$DRY_RUN" == 1 ]]; then
     run_or_print "${command[@]}"
     return

@@ -21,7 +21,9 @@ def is_export(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file()
 
 
-def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch: Architecture) -> LoadReport:
+def load_export_weights(
+    export: Path, model: nn.Module, identity: Identity, arch: Architecture, experts: range | None = None
+) -> LoadReport:
     """Fill the trainable parameters of `model` from an export of the same base and structure.
 
     Args:
@@ -29,6 +31,7 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
         model: bare megatron-core model with DSA layers.
         identity: of the run.
         arch: the base's.
+        experts: global numbers of those that this rank holds; None: all.
 
     Raises:
         UserError: the export is of another base or structure, or a weight file has changed since.
@@ -53,7 +56,8 @@ def load_export_weights(export: Path, model: nn.Module, identity: Identity, arch
         if file_sha256(export / name) != recorded["files"].get(name):
             raise UserError(f"an export's files must be as written: {export / name} has changed; export it again")
     native = layout_of(read_config(export)) == NATIVE
-    return load_trained_from_export(model, export, arch, identity.layer_pattern, native=native)
+    pattern = identity.layer_pattern
+    return load_trained_from_export(model, export, arch, pattern, native=native, local_experts=experts)
 
 
 def _read_manifest(export: Path) -> dict:

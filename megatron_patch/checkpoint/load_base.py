@@ -21,13 +21,12 @@ from megatron_patch.checkpoint.hf_mapping import (
 from megatron_patch.errors import UserError
 from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile
 from megatron_patch.model.architecture import Architecture
+from megatron_patch.model.names import expert_number, global_parameters
 
 # Old checkpoints store the RoPE frequencies that every reader computes.
 IGNORED_HF_NAMES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GET_AGAIN = "the directory is not a whole DeepSeek-V2-Lite-shaped model of its own config.json, get it again"
-_LOCAL = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
-_LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 @dataclass
@@ -80,7 +79,7 @@ def load_base(
     source = SafetensorsDir(directory)
     mapping = hybrid_mapping(arch, pattern)
     above = {hf for sources in dsa_names(mapping, arch).values() for hf in sources}
-    parameters = _global_names(model, layer_offset, local_experts)
+    parameters = global_parameters(model, local_experts, layer_offset)
     trained = set(dsa_names(mapping, arch))
     indexers = base_indexer_mapping(arch).entries  # of a model that has some beside its base layers
     parameters = {name: parameter for name, parameter in parameters.items() if name not in trained | indexers.keys()}
@@ -114,16 +113,23 @@ def load_trained(
     source = SafetensorsFile(path)
     parameters = {
         name: parameter
-        for name, parameter in _global_names(model, layer_offset, local_experts).items()
+        for name, parameter in global_parameters(model, local_experts, layer_offset).items()
         if parameter.requires_grad
     }
-    whole = layer_offset == 0 and local_experts is None
-    found = set(source.names) if whole else set(source.names) & set(parameters)
+    found = {name for name in source.names if not _of_other_rank(name, local_experts)}
+    if layer_offset:
+        found &= set(parameters)
     remedy = "build the model with the layer pattern that the checkpoint was trained with"
     require_same_names(str(source.path), parameters, found, remedy)
     report = _fill(parameters, None, source, label="load trained weights", progress=False)
     report.elsewhere = len(source.names) - report.tensors
     return report
+
+
+def _of_other_rank(name: str, local_experts: range | None) -> bool:
+    """Whether it is the parameter of an expert that another rank holds."""
+    number = expert_number(name)
+    return local_experts is not None and number is not None and number not in local_experts
 
 
 def load_trained_from_export(
@@ -134,11 +140,13 @@ def load_trained_from_export(
     *,
     native: bool = False,
     progress: bool = False,
+    local_experts: range | None = None,
 ) -> LoadReport:
     """Fill the DSA layers of `model` from an exported Hugging Face directory; `arch` is the base's.
 
     Args:
         native: the directory is in the native layout, whose base layers hold more tensors; the DSA layers' are the same.
+        local_experts: as in `load_base`.
 
     Raises:
         UserError: the directory lacks one of their tensors, or has one of another shape.
@@ -146,26 +154,14 @@ def load_trained_from_export(
     source = SafetensorsDir(directory)
     mapping = hybrid_mapping(arch, pattern)
     named = dsa_names(mapping, arch)
-    parameters = {name: p for name, p in _global_names(model, 0, None).items() if name in named}
-    if set(parameters) != set(named):
-        raise ValueError(f"the model has {len(parameters)} of its {len(named)} DSA parameters")
+    parameters = {name: p for name, p in global_parameters(model, local_experts).items() if name in named}
+    here = {name for name in named if not _of_other_rank(name, local_experts)}
+    if set(parameters) != here:
+        raise ValueError(f"the model has {len(parameters)} of its {len(here)} DSA parameters")
     expected = set((native_mapping(arch, len(pattern)) if native else mapping).hf_names)
     found = {name for name in source if not IGNORED_HF_NAMES.fullmatch(name)}
     require_same_names(str(source.path), expected, found, "give an export with the same layer pattern")
     return _fill(parameters, mapping, source, label=f"load {source.path.name}", progress=progress)
-
-
-def _global_names(model: nn.Module, layer_offset: int, local_experts: range | None) -> dict[str, nn.Parameter]:
-    """The model's parameters by global layer and expert number."""
-    first_expert = local_experts.start if local_experts is not None else 0
-    named = {}
-    for name, parameter in model.named_parameters():
-        if match := _LOCAL.fullmatch(name):
-            name = f"{match[1]}{int(match[2]) + layer_offset}{match[3]}"
-        if match := _LOCAL_EXPERT.fullmatch(name):
-            name = f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
-        named[name] = parameter
-    return named
 
 
 def _check_model(parameters: Mapping[str, nn.Parameter], expected: set[str], whole: bool) -> None:

@@ -2,12 +2,13 @@
 
 SAVE/latest_checkpointed_iteration.txt     "100"
 SAVE/iter_0000100/model.safetensors        what trains, megatron-core names
-SAVE/iter_0000100/training.pt              optimizer and the like; see `checkpoint.save`
+SAVE/iter_0000100/optimizer_rank0000.safetensors, training.pt       see `checkpoint.save`
 SAVE/iter_0000100/manifest.json
 """
 
 import re
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron_patch.config import BASE_INDEXERS, PRETRAIN, SFT
@@ -21,6 +22,7 @@ SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 TRAINING_FILE = "training.pt"
+OPTIMIZER_FILE, OPTIMIZER_FILES = "optimizer_rank{:04d}.safetensors", "optimizer_rank*.safetensors"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 KINDS = (PRETRAIN, SFT, BASE_INDEXERS)
 
@@ -35,25 +37,17 @@ class BaseReference:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the optimizer's state lies in a checkpoint: one file, or with the distributed optimizer one for each rank.
+    """The ranks that a checkpoint was written by: a record, for it does not decide who can read it.
 
     Attributes:
         data_parallel: ranks that shared the global batch.
-        distributed_optimizer: whether each of them held a part of the state, cut by their number.
+        distributed_optimizer: whether each of them held a part of the optimizer's state.
+        expert_parallel: ranks over which the experts of a layer were spread.
     """
 
     data_parallel: int = 1
     distributed_optimizer: bool = False
-
-    def training_file(self, rank: int) -> str:
-        """The file with a rank's training state."""
-        if self.distributed_optimizer and self.data_parallel > 1:
-            return f"training_rank{rank:04d}.pt"
-        return TRAINING_FILE
-
-    def writes(self, rank: int) -> bool:
-        """Whether a rank has training state that no other has."""
-        return rank == 0 or self.training_file(rank) != TRAINING_FILE
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class TrainingManifest:
         frozen_sha256: hash of all frozen parameters and buffers.
         files: plain file name -> SHA-256, of every file beside the manifest.
         skipped: steps whose gradients were not finite.
-        layout: of the optimizer's state.
+        layout: of the ranks that wrote it.
     """
 
     kind: str
@@ -86,6 +80,11 @@ class TrainingManifest:
     files: dict[str, str]
     skipped: int = 0
     layout: Layout = Layout()
+
+    @property
+    def optimizer_files(self) -> list[str]:
+        """Files that hold the optimizer's state, together."""
+        return sorted(name for name in self.files if fnmatch(name, OPTIMIZER_FILES))
 
     def write(self, directory: str | Path) -> None:
         """Write `manifest.json` into the directory of an iteration."""

@@ -76,6 +76,9 @@ def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 
         seed: of megatron-core's RNG tracker; rank-dependent where it must be.
         expert_parallel: ranks over which the experts of a layer are spread.
         timeout_minutes: after which a collective whose partner died ends the process.
+
+    Raises:
+        RuntimeError: megatron-core's groups were made before, for another layout.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -83,12 +86,32 @@ def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ:
-            dist.init_process_group(device.backend, timeout=timeout)
+            store, rank, count = _meeting_point(timeout)
+            dist.init_process_group(device.backend, store=store, rank=rank, world_size=count, timeout=timeout)
         else:  # plain python: one process, which needs no port
             dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+        # Its groups have a time-out of their own: 30 minutes, whatever that of the processes is.
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=expert_parallel, distributed_timeout_minutes=timeout_minutes
+        )
+    if (found := parallel_state.get_expert_model_parallel_world_size()) != expert_parallel:
+        raise RuntimeError(f"the groups are for {found} expert-parallel ranks, not {expert_parallel}")
     model_parallel_cuda_manual_seed(seed)
+
+
+def _meeting_point(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """(store, rank, ranks) of torchrun's variables; the store holds nothing of an earlier start of this run.
+
+    torchrun keeps one store over its restarts, and torch 2.13 takes it for a new one (rendezvous.py: "no need to add prefix for
+    each attempt"): the ranks then wait for the addresses of those that died. The number of restarts is the same for all
+    ranks on one machine only; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun open a store each time.
+    """
+    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank, count
 
 
 def shutdown_distributed() -> None:

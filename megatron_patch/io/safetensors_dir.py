@@ -15,7 +15,7 @@ from megatron_patch.io.strict_json import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -56,9 +56,9 @@ class SafetensorsFile:
 
     def dtype(self, name: str) -> torch.dtype:
         code = self._handle.get_slice(name).get_dtype()
-        if code not in _DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}: {name} in {self.path} has {code}; convert it")
-        return _DTYPES[code]
+        if code not in DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(DTYPES)}: {name} in {self.path} has {code}; convert it")
+        return DTYPES[code]
 
     def nbytes(self, name: str) -> int:
         """Size of the tensor's data in bytes."""
@@ -70,6 +70,10 @@ class SafetensorsFile:
     def load(self, name: str) -> Tensor:
         """The tensor on the CPU, in the dtype of the file. It may be backed by the file: do not write to it."""
         return self._handle.get_tensor(name)
+
+    def load_part(self, name: str, begin: int, end: int) -> Tensor:
+        """Entries `begin` to `end` of the first dimension; only they are read."""
+        return self._handle.get_slice(name)[begin:end]
 
 
 class SafetensorsDir:

@@ -2,11 +2,13 @@
 
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
+from megatron_patch.io.hashes import tensor_sha256
 from megatron_patch.model.layer_pattern import DSA
+from megatron_patch.model.names import global_name, trainable
 
 
 def freeze_base(model: nn.Module, pattern: tuple[str, ...]) -> None:
@@ -26,25 +28,42 @@ def _in_dsa_layer(name: str, pattern: tuple[str, ...]) -> bool:
     return match is not None and pattern[int(match[1])] == DSA
 
 
-def trained_sha256(model: nn.Module) -> str:
-    """Hash of the trainable parameters: names, dtypes, shapes, bytes. Data-parallel ranks hold the same."""
-    return _sha256([(name, p) for name, p in model.named_parameters() if p.requires_grad])
-
-
-def frozen_sha256(model: nn.Module, pattern: tuple[str, ...]) -> str:
-    """Hash of this rank's frozen parameters and of all buffers outside the DSA layers: names, dtypes, shapes, bytes.
+def frozen_hashes(model: nn.Module, pattern: tuple[str, ...], experts: range | None = None) -> dict[str, str]:
+    """Global name -> hash of each of this rank's frozen parameters, and of all buffers outside the DSA layers.
 
     Buffers count because a router's statistics are buffers, and have moved in frozen layers elsewhere
     (Megatron-LM issue 7021).
+
+    Args:
+        experts: global numbers of the experts that this rank holds; None: all.
     """
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     frozen += [(name, b) for name, b in model.named_buffers() if not _in_dsa_layer(name, pattern)]
-    return _sha256(frozen)
+    return {global_name(name, experts): tensor_sha256(tensor) for name, tensor in frozen}
 
 
-def _sha256(named: list[tuple[str, torch.Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(named, key=lambda item: item[0]):
-        digest.update(f"{name.removeprefix('module.')} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def trained_hashes(model: nn.Module, experts: range | None = None) -> dict[str, str]:
+    """Global name -> hash of each parameter that trains. Ranks that hold the same parameter hold the same values."""
+    return {name: tensor_sha256(tensor) for name, tensor in trainable(model, experts).items()}
+
+
+def combined_sha256(hashes: Mapping[str, str]) -> str:
+    """One hash for all, whatever ranks they come from."""
+    return hashlib.sha256("".join(f"{name} {sha256}\n" for name, sha256 in sorted(hashes.items())).encode()).hexdigest()
+
+
+def frozen_sha256(model: nn.Module, pattern: tuple[str, ...]) -> str:
+    """`combined_sha256` of the `frozen_hashes` of a model that lies whole on this rank."""
+    return combined_sha256(frozen_hashes(model, pattern))
+
+
+def merged_hashes(by_rank: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[int, int, str] | None]:
+    """(every rank's hashes in one, (a rank, an earlier one, the name whose values they hold differently) or None)."""
+    merged: dict[str, str] = {}
+    holder: dict[str, int] = {}
+    for rank, hashes in enumerate(by_rank):
+        for name, sha256 in hashes.items():
+            if merged.setdefault(name, sha256) != sha256:
+                return merged, (rank, holder[name], name)
+            holder.setdefault(name, rank)
+    return merged, None

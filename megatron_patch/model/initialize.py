@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megatron_patch.errors import UserError
 from megatron_patch.model.layer_pattern import DSA
+from megatron_patch.model.names import global_name
 
 IDENTITY, COPY, RANDOM = "identity", "copy", "random"
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 # Where a layer writes to the residual stream. All three are needed: with the shared experts' forgotten, a copied
 # layer moves logits by more than one.
 _OUT_PROJECTION = re.compile(
@@ -28,7 +28,7 @@ _INDEXER = "self_attention.indexer."
 
 @torch.no_grad()
 def initialize_dsa_layers(
-    model: nn.Module, pattern: tuple[str, ...], how: str, *, std: float, seed: int, first_local_expert: int = 0
+    model: nn.Module, pattern: tuple[str, ...], how: str, *, std: float, seed: int, local_experts: range | None = None
 ) -> None:
     """Fill every parameter of the DSA layers, each exactly once.
 
@@ -39,7 +39,7 @@ def initialize_dsa_layers(
         std: of random matrices (the base's `initializer_range`).
         seed: of random values; each parameter draws from its own stream, named by its global name, so that the
             values do not depend on the parallel layout.
-        first_local_expert: global number of this rank's expert 0.
+        local_experts: global numbers of this rank's experts; None: all.
 
     Raises:
         UserError: a zero in the base's norm weights, which the query latent cannot represent; or unknown `how`.
@@ -53,7 +53,7 @@ def initialize_dsa_layers(
             continue
         for name, parameter in layers[i].items():
             if how == RANDOM or name.startswith(_INDEXER):
-                value = _drawn(f"{seed}:{i}.{_global_name(name, first_local_expert)}", name, parameter, std)
+                value = _drawn(f"{seed}:{i}.{global_name(name, local_experts)}", name, parameter, std)
             elif how == IDENTITY and _OUT_PROJECTION.fullmatch(name):
                 value = torch.zeros_like(parameter)
             else:
@@ -120,7 +120,3 @@ def _drawn(stream: str, name: str, parameter: Tensor, std: float) -> Tensor:
     seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(parameter.shape, dtype=torch.float32).normal_(0, std, generator=generator).to(parameter.dtype)
-
-
-def _global_name(name: str, first_local_expert: int) -> str:
-    return _EXPERT.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + first_local_expert)), name)

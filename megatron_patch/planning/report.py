@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patch.config import ParallelSettings
 from megatron_patch.errors import UserError
+from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.layer_pattern import appended_pattern, check_pattern, format_pattern, parse_layer_pattern
 from megatron_patch.planning.layout import Bytes, Layout, PlanParallel, Work, bytes_per_device, make_layout
@@ -84,7 +84,7 @@ def _warnings(
 ) -> list[dict[str, str]]:
     found = []
     try:
-        ParallelSettings(**asdict(parallel))
+        check_layout(parallel.launch(ranks=layout.dp * layout.tp * layout.pp * layout.cp, experts=arch.num_experts))
     except UserError as refusal:
         found.append({"code": "not_in_this_release", "text": f"the training scripts refuse this layout: {refusal}"})
     if len(pattern) % layout.pp:

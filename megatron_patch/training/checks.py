@@ -2,16 +2,22 @@
 
 import json
 import os
-from dataclasses import asdict
+import platform
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_patch.checkpoint.from_export import is_export
-from megatron_patch.checkpoint.manifest import LATEST_FILE, iteration_directory
-from megatron_patch.config import BASE_INDEXERS, SFT, TrainSettings
+from megatron_patch.checkpoint.manifest import saved_iterations
+from megatron_patch.checkpoint.resume import resumable_iterations
+from megatron_patch.config import BASE_INDEXERS, SFT, StartSettings, TrainSettings
+from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
+from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.io.strict_json import read_json
+from megatron_patch.layout_rules import check_layout
 
 CONFIG_FILE = "config.json"
+MARKER = ".torchrun"
 
 
 def check_kind(settings: TrainSettings, kind: str) -> None:
@@ -21,21 +27,55 @@ def check_kind(settings: TrainSettings, kind: str) -> None:
         )
 
 
-def check_output(settings: TrainSettings) -> None:
-    """--save is new or empty, unless it is the run that --load resumes."""
+def goes_on(save: Path) -> bool:
+    """Whether `torchrun --max-restarts` started this very run before: its agent stays, and starts the command again.
+
+    A directory that was refused to the first start, because it holds something else, is refused to every other, too.
+    """
+    marker = save / MARKER
+    return marker.is_file() and marker.read_text(encoding="utf-8") == _agent() != ""
+
+
+def mark_start(save: Path) -> None:
+    """Leave a mark of the torchrun that starts a run, for `goes_on`."""
+    if agent := _agent():
+        atomic_write_text(save / MARKER, agent)
+
+
+def resumed_in_place(settings: TrainSettings) -> TrainSettings:
+    """The settings of a run that torchrun starts again: it goes on with what it saved, or begins anew."""
+    save = settings.output.save
+    saved = bool(saved_iterations(save))
+    if ranks.is_main():
+        what = "goes on with what was saved" if saved else "nothing was saved yet, begins anew"
+        print(f"note: torchrun starts this run again: {save}: {what}", flush=True)
+    return replace(settings, start=StartSettings(load=save)) if saved else settings
+
+
+def _agent() -> str:
+    """The torchrun above this process: machine, process and when that started; empty without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"{platform.node()} {parent} {started}"
+
+
+def check_output(settings: TrainSettings, again: bool = False) -> None:
+    """--save is new or empty, unless it is the run that --load resumes, or (`again`) that torchrun starts once more."""
     save, load = settings.output.save, settings.start.load
     for start in (load, settings.start.pretrained_checkpoint):
         if start is not None and (start is load or not is_export(start)):
-            iteration_directory(start)  # refuse a directory without a checkpoint before the base is read
+            resumable_iterations(start)  # refuse a directory without a checkpoint before the base is read
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
     if load is not None:
         _check_same_run(settings)
-    if settings.resumes_in_place:
+    if settings.resumes_in_place or again:
         return
-    if save.is_dir() and any(save.iterdir()):
+    if save.is_dir() and any(item.name != MARKER for item in save.iterdir()):
         resume = (
-            f"resume it with --load {save}" if (save / LATEST_FILE).exists() else "it holds no checkpoint, so empty it"
+            f"resume it with --load {save}" if saved_iterations(save) else "it holds no checkpoint, so empty it"
         )
         raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
 
@@ -60,14 +100,18 @@ def _check_same_run(settings: TrainSettings) -> None:
             )
 
 
-def check_launch() -> None:
-    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word."""
+def check_launch(settings: TrainSettings) -> None:
+    """torchrun sets all of its variables; a WORLD_SIZE alone would train one rank's share without a word.
+
+    The layout is checked before the ranks meet, for megatron-core's groups need one that divides.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and "RANK" not in os.environ:
         raise UserError(
             f"several processes are started by torchrun, which sets RANK: WORLD_SIZE is {size} and there is no RANK; "
             f"use torchrun --nproc-per-node {size}, or unset WORLD_SIZE"
         )
+    check_layout(settings.launch(int(size)))
 
 
 def settings_as_json(settings: TrainSettings) -> dict:

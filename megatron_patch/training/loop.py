@@ -15,11 +15,11 @@ from megatron_patch.devices.device import Device
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
-from megatron_patch.model.freeze import frozen_sha256, trained_sha256
+from megatron_patch.model.freeze import combined_sha256, frozen_hashes, merged_hashes, trained_hashes
 from megatron_patch.training.base_recall import measure_recall, report_recall
 from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
-from megatron_patch.training.state import training_state
+from megatron_patch.training.state import common_state, optimizer_tensors, pieces_of
 from megatron_patch.training.step import StepResult
 
 
@@ -238,26 +238,26 @@ def _check_finite(run: Run, failures: int) -> None:
 def _save(run: Run) -> None:
     """Check that the base did not move, and that the ranks did not part, then write a checkpoint."""
     with ranks.agreement():
-        found = frozen_sha256(run.model, run.identity.layer_pattern)
-        if found != run.identity.frozen_sha256:
-            raise RuntimeError(
-                f"a frozen parameter or buffer moved: hash {found}, at the start {run.identity.frozen_sha256}"
-            )
+        found = combined_sha256(frozen_hashes(run.model, run.identity.layer_pattern, run.experts))
+        if found != run.frozen_here:
+            raise RuntimeError(f"a frozen parameter or buffer moved: hash {found}, at the start {run.frozen_here}")
     if ranks.count() > 1:
-        trained = ranks.gather(trained_sha256(run.model))
-        if len(set(trained)) > 1:
-            raise RuntimeError(f"data-parallel ranks must hold the same weights: theirs have the hashes {trained}")
+        _, parted = merged_hashes(ranks.gather(trained_hashes(run.model, run.experts)))
+        if parted:
+            raise RuntimeError(f"ranks {parted[1]} and {parted[0]} must hold the same weights: they differ in {parted[2]}")
     save_checkpoint(
         run.settings.output.save,
         run.model,
-        training_state(run.optimizer, run.scheduler),
+        common_state(run.scheduler),
         run.identity,
         run.progress,
         run.settings.output.keep_last,
         run.layout,
+        optimizer_tensors(pieces_of(run.model, run.optimizer, run.experts)),
+        run.experts,
     )
     if ranks.is_main():
-        atomic_write_text(run.settings.output.save / "frozen.sha256", found + "\n")
+        atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
 
 
 @contextlib.contextmanager

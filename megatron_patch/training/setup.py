@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import platform
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -13,11 +10,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_patch import __version__
-from megatron_patch.checkpoint.from_export import is_export, load_export_weights
 from megatron_patch.checkpoint.load_base import load_base
 from megatron_patch.checkpoint.manifest import Layout
-from megatron_patch.checkpoint.save import Identity, Progress, check_layout, load_training_state, load_weights
+from megatron_patch.checkpoint.save import Identity, Progress, clear_leftovers
 from megatron_patch.config import BASE_INDEXERS, TrainSettings
 from megatron_patch.data.sampler import micro_batches_per_step
 from megatron_patch.devices import ranks
@@ -25,27 +20,45 @@ from megatron_patch.devices.device import Device, initialize_distributed
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.io.lock import only_writer
-from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
 from megatron_patch.model.dsa_state import DsaState
-from megatron_patch.model.freeze import freeze_all_but_indexers, freeze_base, frozen_sha256
+from megatron_patch.model.freeze import (
+    combined_sha256,
+    freeze_all_but_indexers,
+    freeze_base,
+    frozen_hashes,
+    merged_hashes,
+)
 from megatron_patch.model.initialize import initialize_base_indexers, initialize_dsa_layers
 from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_pattern, format_pattern, parse_layer_pattern
+from megatron_patch.model.names import local_experts
 from megatron_patch.ops.backends import choose_backend
 from megatron_patch.planning.flops import FlopsCounter
-from megatron_patch.training.checks import CONFIG_FILE, check_kind, check_launch, check_output, settings_as_json
+from megatron_patch.training.checks import (
+    check_kind,
+    check_launch,
+    check_output,
+    goes_on,
+    mark_start,
+    resumed_in_place,
+)
 from megatron_patch.training.data import RunData, build_data
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
-from megatron_patch.training.state import restore_training_state
+from megatron_patch.training.output import open_output
+from megatron_patch.training.start import choose_start, load_start, restore_training
 from megatron_patch.training.step import TrainStep
 
 
 @dataclass
 class Run:
-    """A run that is ready; see `loop`. `model` is bare, `step` holds its DDP wrapper."""
+    """A run that is ready; see `loop`. `model` is bare, `step` holds its DDP wrapper.
+
+    `experts` are the global numbers of this rank's (None: all), `frozen_here` is the hash of its frozen part alone.
+    """
 
     settings: TrainSettings
     device: Device
@@ -61,6 +74,8 @@ class Run:
     identity: Identity
     layout: Layout
     progress: Progress
+    experts: range | None
+    frozen_here: str
 
 
 def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
@@ -73,21 +88,35 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     if settings.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be so; read at its first use
     torch.use_deterministic_algorithms(settings.precision.deterministic)
-    check_launch()
+    check_launch(settings)
+    parallel = settings.parallel
     initialize_distributed(
-        device, settings.steps.seed, timeout_minutes=settings.parallel.distributed_timeout_minutes
+        device,
+        settings.steps.seed,
+        expert_parallel=parallel.expert_model_parallel_size,
+        timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    with ranks.agreement():
+        again = ranks.is_main() and goes_on(settings.output.save)
+    if again := ranks.broadcast(again):
+        settings = resumed_in_place(settings)
     with ranks.agreement():
         check_kind(settings, kind)
         if ranks.is_main():
-            check_output(settings)
+            check_output(settings, again)
+            mark_start(settings.output.save)
         arch = read_architecture(settings.model.base_model)
         pattern = layer_pattern(settings, arch)
         dsa = _dsa_settings(settings, arch)
+        check_layout(settings.launch(ranks.count(), arch.num_experts))
+        if ranks.is_main() and (again or settings.resumes_in_place):
+            clear_leftovers(settings.output.save)
+    ep = parallel.expert_model_parallel_size
+    experts = local_experts(arch.num_experts, ep, parallel_state.get_expert_model_parallel_rank())
     with ranks.agreement():
-        model, state = _build(settings, arch, pattern, dsa, device)
-    identity = _identity(settings, kind, arch, pattern, dsa, model)
-    return _assemble(settings, kind, arch, device, model, state, identity)
+        model, state = _build(settings, arch, pattern, dsa, device, experts)
+    identity, frozen_here = _identity(settings, kind, arch, pattern, dsa, model, experts)
+    return _assemble(settings, kind, arch, device, model, state, identity, experts, frozen_here)
 
 
 def hold_save(settings: TrainSettings) -> contextlib.AbstractContextManager:
@@ -127,7 +156,8 @@ def layer_pattern(settings: TrainSettings, arch: Architecture) -> tuple[str, ...
 
 
 def _build(
-    settings: TrainSettings, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, device: Device
+    settings: TrainSettings, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, device: Device,
+    experts: range | None,
 ) -> tuple[GPTModel, DsaState]:
     """(model, state): base loaded, new layers initialised, base frozen, on the device."""
     try:
@@ -139,14 +169,17 @@ def _build(
         aux_loss_coeff=settings.optim.moe_aux_loss_coeff,
         recompute_dsa=settings.precision.recompute_dsa,
         base_indexers=settings.model.train == BASE_INDEXERS,
+        expert_parallel=settings.parallel.expert_model_parallel_size,
     )
     model, state = build_model(arch, pattern, dsa, build, backend)
-    load_base(model, settings.model.base_model, arch, pattern, progress=ranks.is_main())
+    base = settings.model.base_model
+    load_base(model, base, arch, pattern, progress=ranks.is_main(), local_experts=experts)
     if build.base_indexers:
         initialize_base_indexers(model, std=arch.init_std, seed=settings.steps.seed)
         freeze_all_but_indexers(model)
     else:
-        initialize_dsa_layers(model, pattern, settings.model.dsa_init, std=arch.init_std, seed=settings.steps.seed)
+        how, seed = settings.model.dsa_init, settings.steps.seed
+        initialize_dsa_layers(model, pattern, how, std=arch.init_std, seed=seed, local_experts=experts)
         freeze_base(model, pattern)
     model.to(device.torch_device)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -161,29 +194,41 @@ def _build(
 
 
 def _identity(
-    settings: TrainSettings, kind: str, arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, model: GPTModel
-) -> Identity:
-    """What the run belongs to; all ranks must hold the same frozen weights."""
+    settings: TrainSettings,
+    kind: str,
+    arch: Architecture,
+    pattern: tuple[str, ...],
+    dsa: DsaSettings,
+    model: GPTModel,
+    experts: range | None,
+) -> tuple[Identity, str]:
+    """What the run belongs to, and the hash of this rank's frozen part. All ranks must hold parts of one frozen model."""
     base = settings.model.base_model
-    with ranks.agreement():  # rank 0 reads the files once more; what the others loaded is compared below
-        base_sha256 = directory_identity(base, progress=True) if ranks.is_main() else ""
-        frozen = frozen_sha256(model, pattern)
-    found = ranks.gather(frozen)
+    # What each rank loaded is compared below, but for experts that no other rank holds: then each machine reads its files.
+    reads = ranks.is_main() or (experts is not None and os.environ.get("LOCAL_RANK", "0") == "0")
     with ranks.agreement():
-        if other := next((number for number, sha256 in enumerate(found) if sha256 != found[0]), None):
+        base_sha256 = directory_identity(base, progress=ranks.is_main()) if reads else None
+        hashes = frozen_hashes(model, pattern, experts)
+    frozen, parted = merged_hashes(ranks.gather(hashes))
+    files = ranks.gather(base_sha256)
+    with ranks.agreement():
+        other = next((number for number, sha256 in enumerate(files) if sha256 not in (None, files[0])), None)
+        if parted or other:
+            number, where = (parted[0], parted[2]) if parted else (other, "its files")
             raise UserError(
-                f"every rank reads the same base: the weights that rank {other} loaded from {base} have hash "
-                f"{found[other][:12]}, rank 0's {found[0][:12]}; copy the base to that rank's machine again"
+                f"every rank reads the same base: the weights that rank {number} loaded from {base} differ from those of "
+                f"rank {parted[1] if parted else 0} ({where}); copy the base to that rank's machine again"
             )
-    return Identity(
+    identity = Identity(
         kind=BASE_INDEXERS if settings.model.train == BASE_INDEXERS else kind,
         base_path=str(base),
-        base_sha256=ranks.broadcast(base_sha256),
+        base_sha256=files[0],
         layer_pattern=pattern,
         dsa=dsa,
         q_rank=arch.hidden_size,
-        frozen_sha256=frozen,
+        frozen_sha256=combined_sha256(frozen),
     )
+    return identity, combined_sha256(hashes)
 
 
 def _assemble(
@@ -194,12 +239,20 @@ def _assemble(
     model: GPTModel,
     state: DsaState,
     identity: Identity,
+    experts: range | None,
+    frozen_here: str,
 ) -> Run:
     """Load a checkpoint, open the data, and put optimizer and metrics around the model."""
     distributed_optimizer = settings.parallel.use_distributed_optimizer
-    layout = Layout(parallel_state.get_data_parallel_world_size(), distributed_optimizer)
+    ep = settings.parallel.expert_model_parallel_size
+    layout = Layout(parallel_state.get_data_parallel_world_size(), distributed_optimizer, ep)
+    chosen = None
     with ranks.agreement():
-        progress, checkpoint = _load_start(settings, arch, model, identity, layout)
+        if ranks.is_main():  # one reads the files through, for the ranks see one file system
+            chosen = choose_start(settings)
+    chosen = ranks.broadcast(chosen)
+    with ranks.agreement():
+        progress = load_start(settings, arch, model, identity, chosen, experts)
         micro_batches = micro_batches_per_step(
             settings.steps.micro_batch_size, settings.steps.global_batch_size, layout.data_parallel
         )
@@ -210,9 +263,9 @@ def _assemble(
     )
     scheduler = build_scheduler(optimizer, settings.optim, settings.steps.train_iters)
     with ranks.agreement():
-        if checkpoint is not None:
-            restore_training_state(load_training_state(checkpoint, layout), optimizer, scheduler)
-        metrics = _open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
+        if settings.start.load is not None:
+            restore_training(*chosen, model, optimizer, scheduler, layout, experts)
+        metrics = open_output(settings, identity, progress) if ranks.is_main() else NoMetrics()
     indexers = settings.model.train == BASE_INDEXERS
     flops = FlopsCounter(arch, identity.layer_pattern, identity.dsa, base_indexers=indexers)
     dsa_layers = frozenset(i for i, name in enumerate(identity.layer_pattern) if name == DSA)
@@ -231,43 +284,6 @@ def _assemble(
         identity=identity,
         layout=layout,
         progress=progress,
+        experts=experts,
+        frozen_here=frozen_here,
     )
-
-
-def _load_start(
-    settings: TrainSettings, arch: Architecture, model: GPTModel, identity: Identity, layout: Layout
-) -> tuple[Progress, Path | None]:
-    """Fill what trains from --load or --pretrained-checkpoint; (how far it is, the checkpoint to resume)."""
-    progress = Progress()
-    if settings.start.load is not None:
-        checkpoint, manifest = load_weights(settings.start.load, model, identity, same_kind=True)
-        check_layout(manifest, layout, checkpoint)
-        if manifest.iteration > settings.steps.train_iters:
-            raise UserError(
-                f"--train-iters counts from the run's start: {settings.steps.train_iters} is below iteration "
-                f"{manifest.iteration}, where {settings.start.load} stands; raise it"
-            )
-        return Progress(**{name: getattr(manifest, name) for name in asdict(progress)}), checkpoint
-    if (start := settings.start.pretrained_checkpoint) is not None:
-        if is_export(start):
-            load_export_weights(start, model, identity, arch)
-        else:
-            load_weights(start, model, identity, same_kind=False)
-    return progress, None
-
-
-def _open_output(settings: TrainSettings, identity: Identity, progress: Progress) -> MetricsWriter:
-    """Rank 0's metrics; config.json beside them."""
-    config = settings_as_json(settings)
-    metrics = MetricsWriter(settings.output, config, progress.iteration if settings.resumes_in_place else None)
-    pattern = list(identity.layer_pattern)
-    content = {"schema": 1, "kind": identity.kind, "settings": config, "layer_pattern": pattern, **_versions()}
-    atomic_write_json(settings.output.save / CONFIG_FILE, content)
-    return metrics
-
-
-def _versions() -> dict:
-    names = ("torch", "megatron-core", "transformers")
-    return {
-        "versions": {"dsa-upcycling": __version__, "python": platform.python_version()} | {n: version(n) for n in names}
-    }

@@ -1,39 +1,160 @@
-"""What a run needs, beside the weights, to go on as if it had never stopped."""
+"""What a run needs, beside the weights, to go on as if it had never stopped: optimizer, schedule, random numbers.
+
+The optimizer's state is taken parameter by parameter, under global names (`checkpoint.optimizer_state`), and so fits any
+layout. Rates, betas and decay come from the settings and the schedule.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor, nn
 
-from megatron_patch.training.optimizer import inner_optimizers
+from megatron_patch.checkpoint.manifest import Layout
+from megatron_patch.checkpoint.optimizer_state import MAIN, OptimizerState, entry_name
+from megatron_patch.devices import ranks
+from megatron_patch.errors import UserError
+from megatron_patch.model.names import trainable
 
 
-def training_state(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> dict:
-    """Optimizer, fp32 main parameters, schedule and RNG, as tensors, numbers and containers."""
-    inner = inner_optimizers(optimizer)
-    return {
-        "optimizers": [each.state_dict() for each in inner],
-        # With bf16 the optimizer steps fp32 copies: the rounded weights alone would not resume bit for bit.
-        "main_parameters": [[p.detach().clone() for p in _parameters(each)] for each in inner],
-        "scheduler": scheduler.state_dict(),
-        "rng": {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()},
-    }
+@dataclass(frozen=True)
+class Piece:
+    """Entries `begin` to `end` of a flattened parameter, and the optimizer's own tensor of them.
+
+    `own` is the parameter itself, a view into it, or an fp32 copy (`copied`). `written`: this rank is the one that writes.
+    """
+
+    name: str
+    begin: int
+    end: int
+    own: Tensor
+    copied: bool
+    written: bool
+    optimizer: torch.optim.Optimizer
+
+
+def pieces_of(model: nn.Module, optimizer: MegatronOptimizer, experts: range | None) -> list[Piece]:
+    """Every piece that this rank's optimizers step.
+
+    Args:
+        model: bare.
+        experts: global numbers of the experts that this rank holds; None: all.
+    """
+    names = {id(parameter): name for name, parameter in trainable(model, experts).items()}
+    found = []
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(wrapper, "is_stub_optimizer", False) or wrapper.optimizer is None:
+            continue
+        sharded, here = isinstance(wrapper, DistributedOptimizer), []
+        for parameter, own, begin, end in _shards(wrapper) if sharded else _wholes(wrapper, model):
+            copied = own.dtype != parameter.dtype
+            written = sharded or _first_holder(parameter)
+            here.append(Piece(names[id(parameter)], begin, end, own, copied, written, wrapper.optimizer))
+        assert len(here) == sum(len(group["params"]) for group in wrapper.optimizer.param_groups)
+        found += here
+    return found
+
+
+def _shards(wrapper: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
+    """A distributed optimizer steps flat parts of parameters."""
+    groups = [*zip(wrapper.model_float16_groups, wrapper.shard_fp32_from_float16_groups, strict=True)]
+    groups += zip(wrapper.model_fp32_groups, wrapper.shard_fp32_groups, strict=True)
+    for parameters, shards in groups:
+        for parameter, shard in zip(parameters, shards, strict=True):
+            part = wrapper._get_model_param_range_map(parameter)["param"]
+            yield parameter, shard, part.start, part.end
+
+
+def _wholes(wrapper: MegatronOptimizer, model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
+    """Others step parameters, or their fp32 copies."""
+    parameter_of = {id(getattr(p, "main_param", p)): p for p in model.parameters() if p.requires_grad}
+    for group in wrapper.optimizer.param_groups:
+        for own in group["params"]:
+            yield parameter_of[id(own)], own, 0, own.numel()
+
+
+def _first_holder(parameter: nn.Parameter) -> bool:
+    """Whether this is the first of the ranks that hold a parameter, and the whole state of it."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_rank() == 0
+    return parallel_state.get_expert_data_parallel_rank() == 0
+
+
+def optimizer_tensors(pieces: list[Piece]) -> dict[str, Tensor]:
+    """What this rank writes of the optimizer's state, by entry; a parameter that was never stepped has none."""
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        if not piece.written:
+            continue
+        if piece.copied:  # the rounded weights alone would not resume bit for bit
+            tensors[entry_name(MAIN, piece.name, piece.begin)] = piece.own.detach().flatten()
+        for key, value in piece.optimizer.state.get(piece.own, {}).items():
+            if value is None:  # SGD without momentum
+                continue
+            if value.dim() == 0:
+                if piece.begin == 0:
+                    tensors[entry_name(key, piece.name, 0)] = value
+            else:
+                tensors[entry_name(key, piece.name, piece.begin)] = value.detach().flatten()
+    return tensors
 
 
 @torch.no_grad()
-def restore_training_state(state: dict, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    """The inverse of `training_state`, on the same layout, after the model's weights were loaded."""
-    optimizer.reload_model_params()
-    for each, saved, main in zip(
-        inner_optimizers(optimizer), state["optimizers"], state["main_parameters"], strict=True
-    ):
-        each.load_state_dict(saved)
-        for parameter, value in zip(_parameters(each), main, strict=True):
-            parameter.copy_(value)
+def restore_optimizer(pieces: list[Piece], state: OptimizerState) -> None:
+    """Give the pieces their state, however it was cut when it was saved. No tensor is shared between parameters.
+
+    Raises:
+        UserError: the state of one is missing, or not whole.
+    """
+    for piece in pieces:
+        keys = state.keys(piece.name)
+        if state.parameters and (not keys or piece.copied != (MAIN in keys)):
+            raise UserError(
+                f"an optimizer's state covers what trains: {state.directory} has {', '.join(keys) or 'nothing'} of {piece.name}; "
+                "start from its weights with --pretrained-checkpoint"
+            )
+        own: dict[str, Tensor] = {}
+        for key in keys:
+            value = state.read(key, piece.name, piece.begin, piece.end)
+            if value.dim():
+                value = value.view_as(piece.own).to(piece.own.device)
+            if key == MAIN:
+                piece.own.copy_(value)
+            else:
+                own[key] = value
+        if own:
+            piece.optimizer.state[piece.own] = own
+
+
+def common_state(scheduler: OptimizerParamScheduler) -> dict:
+    """Schedule, and every rank's generators, as tensors, numbers and containers. All ranks call it."""
+    return {
+        "scheduler": scheduler.state_dict(),
+        "rng": ranks.gather({"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}),
+    }
+
+
+def restore_common(state: dict, scheduler: OptimizerParamScheduler, saved: Layout, layout: Layout) -> None:
+    """The inverse. A run on other ranks takes rank 0's generator, and keeps megatron-core's, which depend on the rank.
+
+    Nothing in a step draws a random number.
+
+    Raises:
+        UserError: a checkpoint of a release before the optimizer's state had names.
+    """
+    if "optimizers" in state:
+        raise UserError(
+            "a checkpoint of an earlier form holds its optimizer's state without names: this one does; start from its weights "
+            "with --pretrained-checkpoint"
+        )
     scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["rng"]["torch"])
-    get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    same = (saved.data_parallel, saved.expert_parallel) == (layout.data_parallel, layout.expert_parallel)
+    own = state["rng"][ranks.rank() if same else 0]
+    torch.set_rng_state(own["torch"])
+    if same:
+        get_cuda_rng_tracker().set_states(own["tracker"])

@@ -31,7 +31,7 @@ def test_file_format_is_the_published_one(run, base):
         "frozen_sha256": "f" * 64,
         "files": {WEIGHTS_FILE: content["files"][WEIGHTS_FILE]},
         "skipped": 0,
-        "layout": {"data_parallel": 1, "distributed_optimizer": False},
+        "layout": {"data_parallel": 1, "distributed_optimizer": False, "expert_parallel": 1},
     }
 
 

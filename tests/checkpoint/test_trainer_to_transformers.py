@@ -11,7 +11,8 @@ from megatron_patch.checkpoint.export import export
 from megatron_patch.checkpoint.hf_mapping import dsa_names, hybrid_mapping
 from megatron_patch.checkpoint.load_base import load_base, load_trained_from_export
 from megatron_patch.checkpoint.manifest import iteration_directory, read_manifest, verify_files
-from megatron_patch.checkpoint.save import Identity, Progress, load_weights, save_checkpoint
+from megatron_patch.checkpoint.resume import choose_checkpoint, load_weights
+from megatron_patch.checkpoint.save import Identity, Progress, save_checkpoint
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.model.architecture import read_architecture
 from megatron_patch.model.builder import forward_pack
@@ -106,7 +107,7 @@ def test_trained_weights_come_back_from_checkpoint_and_export(journey, base):
     model, save, exported, identity = journey
     expected = {name: p for name, p in model.named_parameters()}
     for load in (
-        lambda other: load_weights(save, other, identity, same_kind=True),
+        lambda other: load_weights(*choose_checkpoint(save, whole_state=False), other, identity, same_kind=True),
         lambda other: load_trained_from_export(other, exported, read_architecture(base), identity.layer_pattern),
     ):
         other, _, _ = tiny_model(base, init="random")

@@ -8,6 +8,7 @@ import torch
 
 from megatron_patch.config import ParallelSettings
 from megatron_patch.errors import UserError
+from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.layer_pattern import appended_pattern
 from megatron_patch.planning import report
@@ -198,6 +199,8 @@ def test_fit_is_decided_by_the_total(tmp_path: Path) -> None:
 def test_a_layout_that_training_refuses_is_marked(tmp_path: Path) -> None:
     flags = PlanParallel(pipeline_model_parallel_size=2)
     with pytest.raises(UserError):
-        ParallelSettings(pipeline_model_parallel_size=2)
+        check_layout(ParallelSettings(pipeline_model_parallel_size=2).launch())
     codes = [w["code"] for w in read_plan(tmp_path, devices=2, parallel=flags)["warnings"]]
     assert codes == ["not_in_this_release", "uneven_stages", "frozen_stages"]
+    spread = read_plan(tmp_path, devices=8, parallel=PlanParallel(expert_model_parallel_size=8))
+    assert "not_in_this_release" not in [w["code"] for w in spread["warnings"]], "experts over ranks do train"

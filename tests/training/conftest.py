@@ -18,12 +18,16 @@ WORDS = "the cat sat on a mat and saw one dog run by as it fell over old".split(
 
 @pytest.fixture(scope="session")
 def text_prefix(tiny_base, tmp_path_factory):
-    """60 documents of 5 to 40 words, prepared by the script that users run."""
-    folder = tmp_path_factory.mktemp("text")
+    """As `write_text`."""
+    return write_text(tmp_path_factory.mktemp("text"), tiny_base)
+
+
+def write_text(folder: Path, base: Path) -> str:
+    """60 documents of 5 to 40 words, prepared by the script that users run; their prefix."""
     random.seed(1)
     lines = [json.dumps({"text": " ".join(random.choices(WORDS, k=random.randint(5, 40)))}) for _ in range(60)]
     (folder / "t.jsonl").write_text("\n".join(lines) + "\n")
-    _script("prepare_pretrain.py", "--input", folder / "t.jsonl", "--text-key", "text", "--tokenizer", tiny_base,
+    _script("prepare_pretrain.py", "--input", folder / "t.jsonl", "--text-key", "text", "--tokenizer", base,
             "--output-prefix", folder / "text")  # fmt: skip
     return str(folder / "text")
 
@@ -72,3 +76,29 @@ def settings_of(base, save, data_path: str, **flags) -> TrainSettings:
 def make_settings(tiny_base):
     """`settings_of` the tiny base."""
     return lambda save, data_path, **flags: settings_of(tiny_base, save, data_path, **flags)
+
+
+@pytest.fixture(scope="session")
+def runs(device, two_ranks, text_prefix, sft_folder, tmp_path_factory):
+    """(form, ranks, further flags) -> the --save directory of an uninterrupted run, made once."""
+    from megatron_patch.config import SFT
+    from megatron_patch.training.loop import train
+    from tests.training.rank_runs import FLAGS, of_form, quiet, train_quietly
+
+    made = {}
+
+    def run(make_settings, form: str, count: int, **more):
+        key = (form, count, *sorted(more.items()))
+        if key not in made:
+            kind, flags = of_form(form)
+            save = tmp_path_factory.mktemp("run") / "save"
+            settings = make_settings(save, run.data_of(kind), **FLAGS | flags | more)
+            if count == 1:
+                assert train(settings, kind, device) == 0
+            else:
+                quiet(two_ranks.run(train_quietly, settings, kind))
+            made[key] = save
+        return made[key]
+
+    run.data_of = lambda kind: sft_folder if kind == SFT else text_prefix
+    return run

@@ -1,6 +1,6 @@
-"""Experts spread over two ranks (gloo): the step's loss and gradients are those of one process.
+"""Experts spread over two ranks (gloo): a step's loss and gradients are those of one process, parameter by parameter.
 
-The model, the loader and the step can do it; checkpoints cannot yet, so the training programs refuse the layout.
+Whole runs are in test_expert_parallel_runs.py.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def step_of(base, settings, stage: str, expert_parallel: int, number: int, count
     local = arch.num_experts // expert_parallel
     first = number * local if expert_parallel > 1 else 0
     load_base(model, base, arch, pattern, progress=False, local_experts=range(first, first + local))
-    initialize_dsa_layers(model, pattern, "copy", std=0.1, seed=3, first_local_expert=first)
+    initialize_dsa_layers(model, pattern, "copy", std=0.1, seed=3, local_experts=range(first, first + local))
     freeze_base(model, pattern)
     ddp = wrap_ddp(model, use_distributed_optimizer=False)
     optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)

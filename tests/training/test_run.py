@@ -40,6 +40,7 @@ FORMS = {
     "bf16": {"bf16": True},
     "distributed optimizer": {"use_distributed_optimizer": True},
     "bf16, distributed optimizer": {"bf16": True, "use_distributed_optimizer": True},
+    "sgd": {"optimizer": "sgd"},
     "muon": {"optimizer": "muon"},
     "bf16, muon": {"bf16": True, "optimizer": "muon"},
     "sft": {"kind": SFT},
@@ -64,8 +65,10 @@ def test_resume_equals_the_uninterrupted_run(device, make_settings, text_prefix,
     name = "iter_0000006/model.safetensors"
     a, b = load_file(whole / name), load_file(halves / name)
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    states = [flat(torch.load(d / "iter_0000006/training.pt", weights_only=True)) for d in (whole, halves)]
-    assert states[0].keys() == states[1].keys()
+    files = ("training.pt", "optimizer_rank0000.safetensors")
+    read = {files[0]: lambda file: torch.load(file, weights_only=True), files[1]: load_file}
+    states = [flat({name: read[name](d / "iter_0000006" / name) for name in files}) for d in (whole, halves)]
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 60
     for key, value in states[0].items():
         same = torch.equal(value, states[1][key]) if torch.is_tensor(value) else value == states[1][key]
         assert same, key
@@ -285,7 +288,7 @@ REFUSED = {
     "global batch": ({"global_batch_size": 5}, r"--global-batch-size must be a multiple.*5 is not a multiple of 2 x 1; use e\.g\. 4"),
     "topk": ({"index_topk": 0}, "--index-topk must be positive: 0"),
     "tensor parallel": ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size must be 1"),
-    "expert parallel": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size must be 1"),
+    "expert parallel": ({"expert_model_parallel_size": 2}, "ranks must be a multiple of --expert-model-parallel-size: 1 ranks, 2"),
     "context parallel": ({"context_parallel_size": 2}, "--context-parallel-size must be 1"),
     "pattern": ({"layer_pattern": "mla*2,dsa*2"}, "must be the base's 3 mla layers followed by dsa layers"),
     "pattern text": ({"layer_pattern": "mla*3,gqa*2"}, "'gqa\\*2'"),
