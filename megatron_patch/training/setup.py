@@ -28,6 +28,7 @@ from megatron_patch.io.lock import only_writer
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
+from megatron_patch.model.dsa_attention import backend_sizes
 from megatron_patch.model.dsa_state import DsaState
 from megatron_patch.model.freeze import freeze_all_but_indexers, freeze_base, frozen_sha256
 from megatron_patch.model.initialize import initialize_base_indexers, initialize_dsa_layers
@@ -152,8 +153,9 @@ def _build(
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     if ranks.is_main():
+        note = f" ({backend.describe(backend_sizes(arch, dsa, build.dtype))})" if backend.describe and not build.base_indexers else ""
         print(
-            f"device {device.name}, DSA backend {backend.name}, layers {format_pattern(pattern)}, "
+            f"device {device.name}, DSA backend {backend.name}{note}, layers {format_pattern(pattern)}, "
             f"{total / 1e6:,.2f}M parameters, {trainable / 1e6:,.2f}M of them train, ranks {ranks.count()}",
             flush=True,
         )
