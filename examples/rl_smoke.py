@@ -47,7 +47,7 @@ class Arguments:
     """A new or empty directory: rl_smoke.json, reward.png."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """One run each."""
-    steps: int = 60
+    steps: int = 40
     """Optimizer steps of a run."""
     prompts: int = 8
     """Prompts a step; each is answered by a group of --samples."""

@@ -29,6 +29,7 @@ from megatron_patch.model.core_attention import SdpaCoreAttention
 from megatron_patch.model.dsa_attention import DsaSelfAttention
 from megatron_patch.model.dsa_layer import DsaTransformerLayer
 from megatron_patch.model.dsa_state import DsaState
+from megatron_patch.model.head_loss import UpcycledModel
 from megatron_patch.model.indexed_attention import IndexedSelfAttention, IndexedTransformerLayer
 from megatron_patch.model.layer_pattern import DSA, check_pattern
 from megatron_patch.model.layers import DuplicatedLinear, RMSNorm
@@ -148,7 +149,7 @@ def build_model(
     config = megatron_config(arch, pattern, build, **config_overrides)
     state = DsaState()
     specs = [_layer_spec(arch, i, kind, dsa, build, state, backend) for i, kind in enumerate(pattern)]
-    model = GPTModel(
+    model = UpcycledModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
         vocab_size=arch.vocab_size,

@@ -1,0 +1,88 @@
+"""Two sides of a measurement, each in a fresh process of one run; time is the best of the repeats, memory the rise of peak RSS.
+
+A benchmark names its sides and gives a function that makes one: `prepare(side, **case)` returns a callable that does the work
+once. The inputs are made before memory is read, so that only what the work needs counts.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+WORKER = "--worker"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each repeat, and the rise of the peak resident memory in MiB."""
+
+    seconds: list[float]
+    memory: float
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+
+def measure(script: str, side: str, case: dict, repeats: int) -> Measured:
+    """Run one side of `script` in a process of its own."""
+    job = json.dumps({"side": side, "case": case, "repeats": repeats})
+    done = subprocess.run([sys.executable, script, WORKER, job], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {side} of {case} failed:\n{done.stderr[-2000:]}")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def serve(prepare: Callable[..., Callable[[], None]]) -> None:
+    """In the worker: do the job of the command line, print what was measured, and leave."""
+    if sys.argv[1:2] != [WORKER]:
+        return
+    job = json.loads(sys.argv[2])
+    work = prepare(job["side"], **job["case"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(job["repeats"]):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(json.dumps({"seconds": seconds, "memory": memory}))
+    raise SystemExit(0)
+
+
+def entry(name: str, unit: str, ours: float, theirs: float, *, goal: float | None, repeats: int, spread: float | None) -> dict:
+    """A row of `--json FILE`; the ratio is our advantage: above 1 is better."""
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "theirs": theirs,
+        "ratio": theirs / ours if ours else None,
+        "goal": goal,
+        "repeats": repeats,
+        "spread": spread,
+        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core")},
+    }
+
+
+def spread(measured: Measured) -> float:
+    """Of the repeats, relative to their median."""
+    return (max(measured.seconds) - min(measured.seconds)) / statistics.median(measured.seconds)
+
+
+def publish(rows: list[dict], json_file: Path | None) -> None:
+    """Print the table, and write the file if one is asked for."""
+    print("| measure | ours | theirs | ratio | goal |\n|---|---:|---:|---:|---:|")
+    for row in rows:
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        goal = "-" if row["goal"] is None else f"{row['goal']:g}"
+        print(f"| {row['name']} ({row['unit']}) | {row['ours']:.3g} | {row['theirs']:.3g} | {ratio} | {goal} |")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(rows, indent=2) + "\n")
