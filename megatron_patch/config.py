@@ -169,7 +169,7 @@ class PrecisionSettings:
     bf16: bool = False
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     device: Literal["cpu", "cuda", "npu"] | None = None
-    """Default: CUDA where there is a GPU, else the CPU."""
+    """Default: what is there."""
     dsa_backend: Literal["auto", "reference", "chunked", "npu"] = "auto"
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
     definition, whose memory grows with the square of a document's length; npu the fused operators of Ascend."""
