@@ -38,7 +38,8 @@ ALLOWED = {
     "evaluation": REPORTS | {"hf_model", "pruning"},  # its families, and a plan's masks
     "diagnosis": REPORTS | {"hf_model"},
     "verl": REPORTS | {"hf_model"},
-    "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_parity", "cli_prune"},
+    "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_machine", "cli_parity", "cli_prune"},
+    "cli_machine": {"model", "planning", "diagnosis"},
     "cli_parity": {"errors", "flags", "diagnosis"},
     "cli_prune": {"errors", "flags", "pruning"},
     "__main__": {"cli"},

@@ -78,6 +78,22 @@ def default_name() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def inference_device(name: str | None) -> torch.device:
+    """Where a model runs that is transformers' alone, without megatron-core; None: what is there.
+
+    Raises:
+        UserError: no such device, or it is not there.
+    """
+    name = name or default_name()
+    if name not in ("cpu", "cuda", "npu"):
+        raise UserError(f"--device must be cpu, cuda or npu: {name!r}; choose one")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU that torch can use: there is none; use --device cpu")
+    if name == "npu" and not npu.is_available():
+        raise UserError("--device npu needs torch_npu and a device: there is none; use --device cpu")
+    return torch.device(name)
+
+
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
