@@ -28,11 +28,12 @@ class Doctor:
 
 @dataclass
 class Plan:
-    """Parameters by part, and bytes per device of a layout.
+    """Parameters, bytes per device, communication and time of a layout; recommends one.
 
     Will it fit? The answer comes before a device is booked.
 
-    Reads config.json only. Activations are an estimate; docs/plan.md gives the formulas.
+    Reads config.json only: of a base to upcycle, or of a whole DeepSeek-V3.2, pruned or not. Activations and time are estimates;
+    docs/plan.md gives the formulas.
 
     Example: dsa-upcycle plan --base DeepSeek-V2-Lite-Chat --devices 8 --device-memory-gb 64 --bf16
     """
@@ -53,6 +54,14 @@ class Plan:
     """Tokens of a sample."""
     micro_batch_size: int = 1
     """Samples a rank takes through the model at once."""
+    global_batch_size: int = 64
+    """Samples of a step, over all ranks."""
+    recompute_dsa: bool = False
+    """Layers that train keep their inputs only."""
+    tflops: float | None = None
+    """TFLOP/s that a device reaches in matrix products; with --bandwidth-gb it gives the time of a step."""
+    bandwidth_gb: float | None = None
+    """GB/s (1e9 bytes) that a device sends to others."""
     bf16: bool = True
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     json: Path | None = None
@@ -71,6 +80,10 @@ class Plan:
             device_memory_gb=self.device_memory_gb,
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            recompute_dsa=self.recompute_dsa,
+            tflops=self.tflops,
+            bandwidth_gb=self.bandwidth_gb,
             bf16=self.bf16,
             json_file=self.json,
         )
