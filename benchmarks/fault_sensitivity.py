@@ -10,9 +10,9 @@ right. Three things that a team sees of it in RL:
     grad     norm of the policy gradient over the right one's, when the trainer has the fault
     reward   exact match on the demo's tasks with the fault, minus without
 
-A fault is *seen* in a model if one of them leaves the noise: KL above 1e-4 (what other kernels give is printed: the same model in
-bf16), the norm off by more than 5%, or the reward by more than two standard errors. `stale_topk_recompute` is planted in the backward pass,
-`attention_leaks_documents` in packed prompts; both are no matter of the rollout, so that their reward does not change.
+A fault is *seen* in a model if one of them leaves the noise: a KL above that of the same right model in bf16, which is what
+other kernels give; the norm off by more than 5%; or the reward by more than two standard errors. `stale_topk_recompute` is planted in the backward pass,
+`attention_leaks_documents` in packed prompts; neither is a matter of the rollout, so their reward does not change.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from megatron_patch.diagnosis.parity.records import shadow
 from megatron_patch.evaluation.loading import inspect_directory, load_model
 from megatron_patch.faults import Fault
 
-KL_SEEN, GRAD_SEEN, ERRORS_SEEN = 1e-4, 0.05, 2.0
+GRAD_SEEN, ERRORS_SEEN = 0.05, 2.0
 BATCH = 20
 
 
@@ -63,12 +63,13 @@ class Seen:
     grad_ratio: float
     reward_change: float
     reward_stderr: float
+    noise: float  # KL of the right model in bf16
 
     @property
     def seen(self) -> bool:
         """Whether any of the three leaves the noise."""
         moved = abs(self.reward_change) > ERRORS_SEEN * self.reward_stderr and self.reward_change != 0
-        return self.kl > KL_SEEN or not abs(self.grad_ratio - 1) <= GRAD_SEEN or moved
+        return self.kl > self.noise or not abs(self.grad_ratio - 1) <= GRAD_SEEN or moved
 
 
 @dataclass
@@ -92,6 +93,7 @@ class Subject:
         self.clean = [self.distributions(batch) for batch in self.batches]
         self.clean_reward = self.rewards(self.clean)
         self.clean_norm = self.gradient_norm()
+        self.noise = self.bf16_kl()
 
     def _batch(self, chats: list[dict]) -> Prompts:
         rows, answers = [], []
@@ -110,12 +112,7 @@ class Subject:
     @torch.no_grad()
     def distributions(self, batch: Prompts, packed: bool = False) -> Tensor:
         """Log-probs [answer tokens, vocabulary]."""
-        if packed:  # each row sees the one before it, as a pack without isolation would
-            both = torch.cat([batch.tokens.roll(1, 0), batch.tokens], dim=1)
-            logits = self.model(both, use_cache=False).logits[:, batch.tokens.size(1) :]
-        else:
-            logits = self.model(batch.tokens, use_cache=False).logits
-        return logits[batch.answer].float().log_softmax(-1)
+        return self.logits(batch, packed).log_softmax(-1)
 
     def rewards(self, found: list[Tensor]) -> Tensor:
         """1 where every answer token is the most likely one, row by row."""
@@ -127,12 +124,17 @@ class Subject:
             scores.append((right.sum(1) == 0).float())
         return torch.cat(scores)
 
-    def gradient_norm(self, recompute_with=None) -> float:
-        """Norm of the policy gradient over the DSA layers: advantage 1 for right answers of even rows, -1 for odd ones."""
+    def logits(self, batch: Prompts, packed: bool) -> Tensor:
+        """[answer tokens, vocabulary]; packed: each row sees the one before it, as a pack without isolation would."""
+        tokens = torch.cat([batch.tokens.roll(1, 0), batch.tokens], dim=1) if packed else batch.tokens
+        logits = self.model(tokens, use_cache=False).logits
+        return logits[:, tokens.size(1) - batch.tokens.size(1) :][batch.answer].float()
+
+    def gradient_norm(self, packed: bool = False) -> float:
+        """Norm of the policy gradient on the first batch: advantage 1 for the answers of even rows, -1 for those of odd ones."""
         self.model.zero_grad()
         batch = self.batches[0]
-        logits = self.model(batch.tokens, use_cache=False).logits
-        losses = F.cross_entropy(logits[batch.answer].float(), batch.tokens.roll(-1, 1)[batch.answer], reduction="none")
+        losses = F.cross_entropy(self.logits(batch, packed), batch.tokens.roll(-1, 1)[batch.answer], reduction="none")
         row = batch.answer.nonzero()[:, 0]
         sign = 1.0 - 2.0 * (row % 2)
         (losses * sign).mean().backward()
@@ -146,14 +148,14 @@ class Subject:
             with _plant(self.model, fault):
                 packed = fault is Fault.ATTENTION_LEAKS_DOCUMENTS
                 faulty = [self.distributions(batch, packed) for batch in self.batches]
-                norm = self.gradient_norm()
+                norm = self.gradient_norm(packed)
         except ValueError:
             return None
         kl = torch.cat([(c.exp() * (c - f)).sum(-1) for c, f in zip(self.clean, faulty, strict=True)]).mean()
         change = (self.rewards(faulty) - self.clean_reward).double()
         if packed:
             change = torch.zeros_like(change)
-        return Seen(float(kl), norm / self.clean_norm, float(change.mean()), float(change.std() / math.sqrt(len(change))))
+        return Seen(float(kl), norm / self.clean_norm, float(change.mean()), float(change.std() / math.sqrt(len(change))), self.noise)
 
     def bf16_kl(self) -> float:
         """KL of the same model in bf16: what other kernels may give."""
@@ -182,10 +184,14 @@ def _plant(model: torch.nn.Module, fault: Fault) -> Iterator[None]:
 
 
 def _recompute_with_stale_keys(stack: contextlib.ExitStack, layer: torch.nn.Module) -> None:
-    """Run the layer again in the backward pass, where every query takes the keys of the one before it."""
+    """Run the attention again in the backward pass, where every query takes the keys of the one before it, too.
+
+    The attention alone: with the experts in it, other keys send tokens to other experts, and torch notices other shapes.
+    """
     from megatron_patch.hf_model.modeling_deepseek_v2_dsa import select_topk
 
-    forward, state = layer.forward, {"again": False}
+    attention, state = layer.self_attn, {"again": False}
+    forward = attention.forward
 
     def select(scores: Tensor, k: int) -> Tensor:
         chosen = select_topk(scores, k)
@@ -198,15 +204,17 @@ def _recompute_with_stale_keys(stack: contextlib.ExitStack, layer: torch.nn.Modu
         @contextlib.contextmanager
         def second():
             state["again"] = True
-            yield
-            state["again"] = False
+            try:
+                yield
+            finally:  # torch leaves early, once it has what it needs
+                state["again"] = False
 
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), second()), **kwargs
         )
 
-    shadow(stack, layer, "forward", recomputed)
-    shadow(stack, layer.self_attn, "index_selector", select)
+    shadow(stack, attention, "forward", recomputed)
+    shadow(stack, attention, "index_selector", select)
 
 
 def main(arguments: Arguments) -> None:
@@ -216,7 +224,7 @@ def main(arguments: Arguments) -> None:
     for name, subject in subjects.items():
         size = sum(p.numel() for p in subject.model.parameters())
         print(f"{name}: {size / 1e6:.2f}M parameters, {len(subject.model.base_model.layers)} layers, exact match {subject.clean_reward.mean():.3f}, "
-              f"KL of bf16 {subject.bf16_kl():.1e}", flush=True)  # fmt: skip
+              f"KL of bf16 {subject.noise:.1e}", flush=True)  # fmt: skip
     found = {}
     for fault in tqdm(sorted({*PLANTS, Fault.STALE_TOPK_RECOMPUTE, Fault.ATTENTION_LEAKS_DOCUMENTS}), unit="fault"):
         found[fault.value] = {name: subject.effect(fault) for name, subject in subjects.items()}

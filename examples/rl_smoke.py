@@ -1,6 +1,6 @@
 """Can RL run on the proxy? GRPO (TRL) on the CPU trains an export of the demo on a task with exact answers.
 
-The task is one step beyond what the model was taught: the largest of *three* numbers, where it knows the larger of two. The
+The task is one step beyond what the model was taught: the largest of *five* numbers, where it knows the larger of two. The
 reward is 1 for the exact answer, else 0. Rollout and trainer are the same weights in one process; `--fault ID` plants a known
 fault (megatron_patch/faults.py) in the rollouts alone, as an engine with other numerics would have it.
 
@@ -33,7 +33,7 @@ from megatron_patch.faults import Fault
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
 
 INSTRUCTION = "Say the larger number."
-NUMBERS = 3
+NUMBERS = 5
 ANSWER_TOKENS = 6
 SCORED_PROMPTS = 48
 SAMPLES = 8

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the Python environments in the repository: .venv for everything, and with --verl also .venv-verl, the one in which
-# exports must load as verl would load them (transformers 5.9.0). Done once; done again only when requirements change.
+# Build the Python environments in the repository: .venv for everything, and with --verl also .venv-verl, in which tests run
+# verl 0.9.1 itself on exports (with its transformers 5.9.0). Done once; done again only when requirements change.
 #
 #   bash examples/setup_env.sh [--verl]
 #
@@ -33,8 +33,10 @@ python3.11-venv, or conda create -n py311 python=3.11) or set PYTHON=/path/to/py
 
 # build_env DIRECTORY REQUIREMENTS INSTALL_PACKAGE(yes|no)
 build_env() {
-  local env="$ROOT/$1" requirements="$ROOT/requirements/$2" install_package=$3 wanted started python
-  wanted="$(cat "$requirements" "$ROOT/setup.py" | cksum) $ROOT"
+  local env="$ROOT/$1" requirements="$ROOT/requirements/$2" install_package=$3 wanted started python alone
+  alone="${requirements%.txt}.no-deps.txt" # what would pull more than is needed
+  [[ -f "$alone" ]] || alone=/dev/null
+  wanted="$(cat "$requirements" "$alone" "$ROOT/setup.py" | cksum) $ROOT"
   [[ "$(cat "$env/.complete" 2>/dev/null || true)" == "$wanted" ]] && return 0
   started=$SECONDS
   echo "[setup] $1: $(grep -c '==' "$requirements") pinned packages from requirements/$2 (1 to 2.5 GB on disk, some minutes)"
@@ -45,6 +47,10 @@ build_env() {
   fi
   "$env/bin/python" -m pip install -qq --no-input --disable-pip-version-check -r "$requirements" \
     || fail "pip could not install requirements/$2 (its message is above): check the network or PIP_INDEX_URL, and run again"
+  if [[ "$alone" != /dev/null ]]; then
+    "$env/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps -r "$alone" \
+      || fail "pip could not install ${alone#"$ROOT"/} (its message is above): check the network or PIP_INDEX_URL, and run again"
+  fi
   if [[ "$install_package" == yes ]]; then
     "$env/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation \
       -e "$ROOT" || fail "pip could not install the package itself (its message is above)"

@@ -37,7 +37,7 @@ ALLOWED = {
     "training": TRAINING,
     "evaluation": REPORTS | {"hf_model", "pruning"},  # its families, and a plan's masks
     "diagnosis": REPORTS | {"hf_model"},
-    "verl": REPORTS | {"hf_model"},
+    "verl": {"errors", "hf_model"},
     "cli": REPORTS | {"flags", "demo", "pruning", "hf_model", "cli_machine", "cli_parity", "cli_prune"},
     "cli_machine": {"model", "planning", "diagnosis"},
     "cli_parity": {"errors", "flags", "diagnosis"},
@@ -58,10 +58,12 @@ OUTSIDE = {
     "cli_parity": {"tyro"},
     "cli_prune": {"tyro"},
     "hf_model": {"torch", "transformers"},
+    # verl's environment has these, and none of the package's other requirements.
+    "verl": {"transformers", "hydra", "omegaconf", "verl"},
     # matplotlib draws the report, pyarrow and numpy read what engines recorded, accelerate is optional (--device auto).
     "pruning": {"torch", "safetensors", "transformers", "tqdm", "rich", "numpy", "matplotlib", "pyarrow", "accelerate"},
 }
-NO_MEGATRON = ("io", "ops", "hf_model", "planning", "pruning", "demo")
+NO_MEGATRON = ("io", "ops", "hf_model", "planning", "pruning", "demo", "verl")
 
 
 def room_of(file: Path) -> str:
