@@ -5,15 +5,14 @@ A command's room is imported when the command runs: `--help` and mistakes answer
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from megatron_patch import __version__, cli_parity, cli_prune, errors, flags
-from megatron_patch.model.architecture import DsaSettings
-from megatron_patch.planning.layout import PlanParallel
+from megatron_patch.cli_machine import Doctor, Plan
 
 PROG = "dsa-upcycle"
 
@@ -41,56 +40,6 @@ class DemoBase:
         from megatron_patch.demo.demo_base import run
 
         return run(self.output, fast=self.fast, specialised_experts=self.specialised_experts)
-
-
-@dataclass
-class Plan:
-    """Parameters by part, and bytes per device of a layout.
-
-    Will it fit? The answer comes before a device is booked.
-
-    Reads config.json only. Activations are an estimate; docs/plan.md gives the formulas.
-
-    Example: dsa-upcycle plan --base DeepSeek-V2-Lite-Chat --devices 8 --device-memory-gb 64 --bf16
-    """
-
-    base: Path
-    """The base's Hugging Face directory, or a config.json."""
-    dsa_layers: int = 2
-    """DSA layers appended on top of the base."""
-    layer_pattern: str | None = None
-    """The whole pattern instead of --dsa-layers, e.g. mla*27,dsa*2."""
-    dsa: DsaSettings = field(default_factory=DsaSettings)
-    parallel: PlanParallel = field(default_factory=PlanParallel)
-    devices: int = 1
-    """Devices in all."""
-    device_memory_gb: float | None = None
-    """Memory of a device, in units of 1e9 bytes; without it nothing is said about fitting."""
-    seq_length: int = 4096
-    """Tokens of a sample."""
-    micro_batch_size: int = 1
-    """Samples a rank takes through the model at once."""
-    bf16: bool = True
-    """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
-    json: Path | None = None
-    """Also write the plan to this file."""
-
-    def __call__(self) -> int | None:
-        from megatron_patch.planning.report import run
-
-        return run(
-            self.base,
-            dsa_layers=self.dsa_layers,
-            layer_pattern=self.layer_pattern,
-            dsa=self.dsa,
-            parallel=self.parallel,
-            devices=self.devices,
-            device_memory_gb=self.device_memory_gb,
-            seq_length=self.seq_length,
-            micro_batch_size=self.micro_batch_size,
-            bf16=self.bf16,
-            json_file=self.json,
-        )
 
 
 @dataclass
@@ -197,8 +146,8 @@ class Evaluate:
     """Rows scored at once."""
     seed: int = 0
     """Of the scrambled selection."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Default: CUDA where there is a GPU, else the CPU."""
+    device: Literal["cpu", "cuda", "npu"] | None = None
+    """Default: what is there."""
 
     def __call__(self) -> int | None:
         from megatron_patch.evaluation.evaluate import run
@@ -252,6 +201,7 @@ class RlReport:
 
 COMMANDS = {
     "demo-base": DemoBase,
+    "doctor": Doctor,
     "plan": Plan,
     "export": Export,
     "check": Check,

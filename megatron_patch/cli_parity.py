@@ -44,8 +44,8 @@ class Run:
     """Which checkpoint; default: the latest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations on both sides."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Default: CUDA where there is a GPU, else the CPU."""
+    device: Literal["cpu", "cuda", "npu"] | None = None
+    """Default: what is there."""
     dsa_backend: str = "auto"
     """The trainer's DSA op."""
     json: Path | None = None
@@ -95,8 +95,8 @@ class Dump:
     """Which checkpoint; default: the latest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Default: CUDA where there is a GPU, else the CPU."""
+    device: Literal["cpu", "cuda", "npu"] | None = None
+    """Default: what is there."""
     dsa_backend: str = "auto"
     """The trainer's DSA op."""
 

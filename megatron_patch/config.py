@@ -170,10 +170,10 @@ class PrecisionSettings:
     bf16: bool = False
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     device: Literal["cpu", "cuda", "npu"] | None = None
-    """Default: CUDA where there is a GPU, else the CPU."""
+    """Default: what is there."""
     dsa_backend: Literal["auto", "reference", "chunked", "npu"] = "auto"
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
-    definition, whose memory grows with the square of a document's length. (npu: not in this release.)"""
+    definition, whose memory grows with the square of a document's length; npu the fused operators of Ascend."""
     recompute_dsa: bool = False
     """Keep the inputs of the DSA layers only, and compute the layers again in the backward pass: less memory, more time."""
     deterministic: bool = False
@@ -182,9 +182,8 @@ class PrecisionSettings:
     """Declared peak of one device in TFLOP/s, at the run's dtype: the log then shows the share reached (MFU)."""
 
     def __post_init__(self) -> None:
-        available = self.dsa_backend in ("auto", "reference", "chunked")
-        rule = "this release has the DSA backends auto, reference and chunked"
-        _require(available, rule, self.dsa_backend, "use one of them")
+        elsewhere = self.dsa_backend == "npu" and self.device not in (None, "npu")
+        _require(not elsewhere, "--dsa-backend npu runs on --device npu", self.device, "use --dsa-backend auto")
         peak = self.peak_tflops
         _require(peak is None or peak > 0, "--peak-tflops must be positive", peak, "give the device's data sheet's value")
 

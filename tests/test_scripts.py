@@ -17,7 +17,7 @@ from megatron_patch.flags import parse
 ROOT = Path(__file__).parents[1]
 REAL_JOB = ROOT / "examples" / "deepseek_v2_lite"
 SCRIPTS = sorted([*ROOT.glob("examples/**/*.sh"), *ROOT.glob("benchmarks/*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"])
-COMMANDS = [script for script in SCRIPTS if script.name not in ("common.sh", "signals.sh", "run")]
+COMMANDS = [script for script in SCRIPTS if script.name not in ("common.sh", "signals.sh", "ascend.sh", "env.sh", "run")]
 INPUTS = {"BASE_MODEL": "b", "DATA_PATH": "d", "SUITE": "s"}
 
 

@@ -15,6 +15,7 @@ NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 MASTER_PORT="${MASTER_PORT:-29500}"
 DEVICE="${DEVICE:-}" # cpu, cuda or npu; empty: what is there
+LOG_DIR="${LOG_DIR:-}" # one file a rank below it, and rank 0 on the console; empty: all ranks on the console
 DRY_RUN="${DRY_RUN:-0}"
 
 # The model: two DSA layers on top; the indexer has the sizes that inference kernels want.
@@ -101,6 +102,7 @@ launch() {
   [[ "$NNODES" == 1 ]] || where=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   )
+  [[ -z "$LOG_DIR" ]] || where+=(--log-dir "$LOG_DIR" --redirects 3 --tee "0:3")
   command=("$torchrun" "${where[@]}" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS" "$ROOT/$1" "${@:2}")
   if [[ "$DRY_RUN" == 1 ]]; then
     run_or_print "${command[@]}"
@@ -108,5 +110,6 @@ launch() {
   fi
   attend workers "${command[@]}" && return
   echo "error: $1 stopped; its reason is the line starting with 'error:' (or the traceback) above torchrun's report" >&2
+  [[ -z "$LOG_DIR" ]] || echo "error: or it is in the stderr.log of another rank, below $LOG_DIR" >&2
   exit 1
 }

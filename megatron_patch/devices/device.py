@@ -1,7 +1,7 @@
 """Choose a device and make torch.distributed and megatron-core run on it.
 
-`activate` comes before any import of `megatron.core`. On the CPU it installs `cpu_redirect`; on CUDA it installs
-nothing of it.
+`activate` comes before any import of `megatron.core`. On the CPU it installs `cpu_redirect`, on NPUs MindSpeed; on CUDA
+nothing of either.
 """
 
 import os
@@ -13,42 +13,43 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_patch.devices import cpu_redirect, mcore_fixes
+from megatron_patch.devices import cpu_redirect, mcore_fixes, npu
 from megatron_patch.errors import UserError
 
 
 @dataclass(frozen=True)
 class Device:
-    """An activated device: its name (cpu or cuda), where tensors live, and the torch.distributed backend."""
+    """An activated device: its name (cpu, cuda or npu), where tensors live, and the torch.distributed backend."""
 
     name: str
     torch_device: torch.device
     backend: str
 
     def peak_memory_mb(self) -> float:
-        """Peak so far, MiB: resident memory of the process on the CPU, allocated by torch on CUDA."""
+        """Peak so far, MiB: resident memory of the process on the CPU, allocated by torch on CUDA and NPU."""
         if self.name == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return torch.cuda.max_memory_allocated(self.torch_device) / 2**20
+        return getattr(torch, self.name).max_memory_allocated(self.torch_device) / 2**20
+
+    @property
+    def sums_device(self) -> torch.device:
+        """Where numbers lie that are added up over ranks in fp64: on the CPU beside NPUs, since HCCL adds up no fp64."""
+        return torch.device("cpu") if self.name == "npu" else self.torch_device
 
     def synchronize(self) -> None:
         """Wait until queued work is done, so that a clock read afterwards is honest."""
         if self.name != "cpu":
-            torch.cuda.synchronize(self.torch_device)
+            getattr(torch, self.name).synchronize(self.torch_device)
 
 
 def activate(name: str | None = None) -> Device:
-    """Activate `name` ("cpu", "cuda"; None: CUDA where there is one, else the CPU) and mend megatron-core for it.
+    """Activate `name` ("cpu", "cuda", "npu"; None: what is there) and mend megatron-core for it.
 
     Raises:
-        UserError: the device is not there, not implemented, or megatron-core has another version.
+        UserError: the device is not there, or what drives it; or megatron-core has another version.
     """
     mcore_fixes.check_version()
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "npu":
-        raise UserError(
-            "--device npu needs the Ascend path (MindSpeed), which this release does not have; use cpu or cuda"
-        )
+    name = name or default_name()
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "--device cuda needs a GPU that torch can use: torch.cuda.is_available() is False; use --device cpu"
@@ -60,12 +61,41 @@ def activate(name: str | None = None) -> Device:
     if name == "cpu":
         cpu_redirect.install()
         device = Device("cpu", torch.device("cpu"), "gloo")
+    elif name == "npu":
+        device = Device("npu", npu.activate(_local_rank()), npu.BACKEND)
     else:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_rank = _local_rank()
         torch.cuda.set_device(local_rank)
         device = Device("cuda", torch.device("cuda", local_rank), "nccl")
     mcore_fixes.apply(on_cpu=name == "cpu")
     return device
+
+
+def default_name() -> str:
+    """An NPU where there is one, else CUDA, else the CPU. NPUs first: their adaptor makes torch.cuda answer for them."""
+    if npu.is_available():
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inference_device(name: str | None) -> torch.device:
+    """Where a model runs that is transformers' alone, without megatron-core; None: what is there.
+
+    Raises:
+        UserError: no such device, or it is not there.
+    """
+    name = name or default_name()
+    if name not in ("cpu", "cuda", "npu"):
+        raise UserError(f"--device must be cpu, cuda or npu: {name!r}; choose one")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU that torch can use: there is none; use --device cpu")
+    if name == "npu" and not npu.is_available():
+        raise UserError("--device npu needs torch_npu and a device: there is none; use --device cpu")
+    return torch.device(name)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 1, timeout_minutes: float = 30) -> None:
@@ -91,6 +121,9 @@ def initialize_distributed(device: Device, seed: int, *, expert_parallel: int = 
         else:  # plain python: one process, which needs no port
             dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if not parallel_state.model_parallel_is_initialized():
+        if device.name == "npu":
+            npu.repatch(expert_parallel=expert_parallel)
+            mcore_fixes.apply(on_cpu=False)  # what MindSpeed took back and made anew may have undone a mend
         # Its groups have a time-out of their own: 30 minutes, whatever that of the processes is.
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=expert_parallel, distributed_timeout_minutes=timeout_minutes

@@ -29,7 +29,10 @@ def check_version() -> None:
 
 def have_transformer_engine() -> bool:
     """Whether Transformer Engine is installed. megatron-core's own flags say yes without it: they import mocks."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    try:
+        return importlib.util.find_spec("transformer_engine") is not None
+    except ValueError:  # a module without a spec: the dummy that MindSpeed puts in its place
+        return False
 
 
 def apply(on_cpu: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import megatron_patch
 from megatron_patch.checkpoint.export import MANIFEST_FILE
+from megatron_patch.devices.device import inference_device
 from megatron_patch.errors import EXIT_OK, UserError
 from megatron_patch.evaluation import commands, recovery, report
 from megatron_patch.evaluation.encode import Example, encode_documents, encode_rows
@@ -67,7 +68,7 @@ def run(
         dtype: "float32" or "bfloat16"; of the weights and the computation.
         batch_size: rows per forward pass, or prompts per request.
         seed: of the scrambled selections.
-        device: "cpu" or "cuda"; None: CUDA where there is one.
+        device: "cpu", "cuda" or "npu"; None: what is there.
 
     Returns:
         0: the report is written, whatever its verdict.
@@ -155,12 +156,7 @@ def _check_settings(dtype: str, batch_size: int, device: str | None) -> torch.de
         raise UserError(f"--dtype must be {' or '.join(DTYPES)}: {dtype!r}; choose one")
     if batch_size < 1:
         raise UserError(f"--batch-size must be 1 or more: {batch_size}; the default is 16")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"--device must be cpu or cuda: {device!r}; choose one")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda needs a GPU that torch can use: there is none; use --device cpu")
-    return torch.device(device)
+    return inference_device(device)
 
 
 def _assemble(

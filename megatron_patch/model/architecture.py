@@ -84,6 +84,16 @@ class Architecture:
         """1/sqrt(qk_head_dim) times YaRN's factor; leaving the latter out is transformers issue 47435."""
         return self.qk_head_dim**-0.5 * self.rope.softmax_mscale
 
+    @property
+    def dsa_q_rank(self) -> int:
+        """Rank of the query latent of a DSA layer: as wide as the model, so that it can be copied from a plain projection."""
+        return self.hidden_size
+
+    @property
+    def trains_whole(self) -> bool:
+        """Whether all layers train. A base is frozen."""
+        return False
+
     def is_moe(self, layer: int) -> bool:
         """Whether layer `layer` (0-based) has routed experts."""
         return layer >= self.first_dense_layers

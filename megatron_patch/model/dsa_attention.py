@@ -11,11 +11,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from megatron_patch.errors import UserError
 from megatron_patch.model.architecture import Architecture, DsaSettings
-from megatron_patch.model.dsa_state import AttachLoss, DsaState
-from megatron_patch.model.indexer import LightningIndexer
+from megatron_patch.model.dsa_state import SPARSE, AttachLoss, DsaState
+from megatron_patch.model.indexer import IndexInputs, LightningIndexer
 from megatron_patch.ops.backends import DsaBackend
+from megatron_patch.ops.checks import DsaSizes
+from megatron_patch.ops.reference import DsaOutput
 from megatron_patch.ops.rope import rope_cos_sin
+
+# Shapes: T tokens of the pack, H heads, N dims of a key without RoPE, P RoPE dims, V dims of a value, R of the latent.
 
 
 def positions_in_documents(cu_seqlens: Tensor) -> Tensor:
@@ -23,6 +28,12 @@ def positions_in_documents(cu_seqlens: Tensor) -> Tensor:
     lengths = cu_seqlens.diff().long()
     starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
     return torch.arange(starts.numel(), device=cu_seqlens.device) - starts
+
+
+def backend_sizes(arch: Architecture, dsa: DsaSettings, dtype: torch.dtype) -> DsaSizes:
+    """What a backend has to take of a model whose heads are all on this rank."""
+    sizes = arch.num_heads, arch.kv_lora_rank, arch.qk_rope_head_dim
+    return DsaSizes(*sizes, dsa.index_n_heads, dsa.index_head_dim, dsa.index_topk, dtype)
 
 
 class DsaSelfAttention(MLASelfAttention):
@@ -36,6 +47,9 @@ class DsaSelfAttention(MLASelfAttention):
         dsa: sizes of the indexer.
         state: shared with the training step.
         backend: computes the op.
+
+    Raises:
+        UserError: the backend cannot take a model of these sizes.
     """
 
     def __init__(
@@ -55,6 +69,11 @@ class DsaSelfAttention(MLASelfAttention):
         if submodules.core_attention is not IdentityOp:
             raise ValueError("DsaSelfAttention calls its op itself: core_attention must be IdentityOp")
         super().__init__(config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection)
+        if backend.check is not None:
+            try:
+                backend.check(backend_sizes(architecture, dsa, config.params_dtype))
+            except ValueError as error:
+                raise UserError(f"--dsa-backend {backend.name}: {error}; --dsa-backend chunked takes every size") from None
         self.indexer = LightningIndexer(config.hidden_size, config.q_lora_rank, dsa, config.params_dtype)
         self.architecture, self.dsa, self.state, self.backend = architecture, dsa, state, backend
 
@@ -70,8 +89,8 @@ class DsaSelfAttention(MLASelfAttention):
         if packed_seq_params is None or asked:
             raise ValueError(f"DsaSelfAttention needs packed_seq_params and takes no {asked}")
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        # query, key [T, H, Q], value [T, H, V], q_latent [T, R]: after its norm, in the local spec
-        query, key, value, q_latent, _ = self.get_query_key_value_tensors(
+        # query, key [T, H, N + P], value [T, H, V], q_latent, latent [T, R]: after their norms, in the local spec
+        query, key, value, q_latent, latent = self.get_query_key_value_tensors(
             hidden_states, packed_seq_params=packed_seq_params
         )
         cos, sin = rope_cos_sin(
@@ -79,20 +98,16 @@ class DsaSelfAttention(MLASelfAttention):
         )
         index = self.indexer(hidden_states.squeeze(1), q_latent, cos, sin)
         counted, record = self.state.counted, self.state.recorded
-        result = self.backend.attention(
-            query,
-            key,
-            value,
-            index.query,
-            index.key,
-            index.weights,
-            cu_seqlens,
-            topk=self.dsa.index_topk,
-            softmax_scale=self.softmax_scale,
-            stage=self.state.stage,
-            counted=counted,
-            indices=record.indices if self.state.replays else None,
-        )
+        options = {
+            "topk": self.dsa.index_topk,
+            "softmax_scale": self.softmax_scale,
+            "counted": counted,
+            "indices": record.indices if self.state.replays else None,
+        }
+        if self.backend.absorbed is not None and self.state.stage == SPARSE:
+            result = self._absorbed(query, key, latent, index, cu_seqlens, options)
+        else:
+            result = self.backend.attention(query, key, value, *index, cu_seqlens, stage=self.state.stage, **options)
         if record is not None:
             record.indices = result.indices
         tokens = query.size(0) if counted is None else int(counted.sum())
@@ -101,3 +116,18 @@ class DsaSelfAttention(MLASelfAttention):
         if torch.is_grad_enabled():
             output = AttachLoss.apply(output, result.indexer_kl, self.state.kl_grad_scale)
         return self.linear_proj(output.unsqueeze(1))
+
+    def _absorbed(
+        self, query: Tensor, key: Tensor, latent: Tensor, index: IndexInputs, cu_seqlens: Tensor, options: dict
+    ) -> DsaOutput:
+        """The op over MLA's latent: its up-projection goes into the query and the output, so that heads share one key.
+
+        DeepSeek-V2 report (arXiv 2405.04434), section 2.1.2. `key` gives its RoPE part only, which all heads have alike.
+        """
+        heads, nope = query.size(1), self.config.qk_head_dim
+        up_HXR = self.linear_kv_up_proj.weight.unflatten(0, (heads, -1))
+        key_up_HNR, value_up_HVR = up_HXR.split([nope, self.config.v_head_dim], dim=1)
+        query_THR = torch.einsum("thn,hnr->thr", query[..., :nope], key_up_HNR)
+        key_rope_TP = key[:, 0, nope:]
+        result = self.backend.absorbed(query_THR, query[..., nope:], latent, key_rope_TP, *index, cu_seqlens, **options)
+        return result._replace(out=torch.einsum("thr,hvr->thv", result.out, value_up_HVR))

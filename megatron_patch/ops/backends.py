@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.ops import chunked, reference
+from megatron_patch.ops import chunked, npu, npu_limits, reference
+from megatron_patch.ops.checks import DsaSizes
 
 AUTO = "auto"
 
@@ -16,22 +17,30 @@ class DsaBackend:
         name: as given to `--dsa-backend`.
         devices: torch device types on which it runs.
         attention: the op.
+        absorbed: for the sparse stage in its place, over MLA's latent: `npu.absorbed_attention`. None: there is none.
+        check: raises ValueError where it cannot take a model of these sizes. None: it takes all.
+        describe: what a run prints once, beside the name. None: nothing.
     """
 
     name: str
     devices: tuple[str, ...]
     attention: Callable[..., reference.DsaOutput]
+    absorbed: Callable[..., reference.DsaOutput] | None = None
+    check: Callable[[DsaSizes], None] | None = None
+    describe: Callable[[DsaSizes], str] | None = None
 
 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        DsaBackend("reference", ("cpu", "cuda"), reference.dsa_attention),
-        DsaBackend("chunked", ("cpu", "cuda"), chunked.dsa_attention),
+        DsaBackend("reference", ("cpu", "cuda", "npu"), reference.dsa_attention),
+        DsaBackend("chunked", ("cpu", "cuda", "npu"), chunked.dsa_attention),
+        # The dense stage and the indexers of base layers, which learn from dense attention, are plain torch there as well.
+        DsaBackend("npu", ("npu",), chunked.dsa_attention, npu.absorbed_attention, npu_limits.check, npu_limits.describe),
     )
 }
 # What "auto" means on each device: the best backend that this release has for it.
-_AUTO = {"cpu": "chunked", "cuda": "chunked"}
+_AUTO = {"cpu": "chunked", "cuda": "chunked", "npu": "npu"}
 
 
 def choose_backend(name: str, device_type: str) -> DsaBackend:

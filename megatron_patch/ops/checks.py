@@ -1,11 +1,26 @@
 """What every implementation of the DSA op refuses: inputs that its maths would silently broadcast, or attend wrongly."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 _INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class DsaSizes:
+    """What a backend may be unable to take of a model: heads of this rank, MLA's latent and RoPE dimensions, the indexer's
+    heads, their size and top-k, and the dtype of weights and activations."""
+
+    heads: int
+    latent_dim: int
+    rope_dim: int
+    index_heads: int
+    index_dim: int
+    topk: int
+    dtype: torch.dtype
 
 
 def check_inputs(

@@ -53,6 +53,13 @@ class FlopsCounter:
         self._trained = sum(part.active for part in found if part.trainable and part.name != "indexer")
         self._frozen = sum(part.active for part in found if not part.trainable) - self._head
 
+    @staticmethod
+    def attention(arch: Architecture, dsa: DsaSettings, lengths: Sequence[int]) -> int:
+        """FLOPs of a forward pass through one DSA layer's attention and index scores, projections left out."""
+        causal = sum(n * (n + 1) // 2 for n in lengths)
+        chosen = sum(_selected_pairs(n, dsa.index_topk) for n in lengths)
+        return _pair(arch) * chosen + 2 * dsa.index_n_heads * dsa.index_head_dim * causal
+
     def __call__(self, lengths: Sequence[int], dense: bool) -> StepFlops:
         """FLOPs of a step over documents of these lengths.
 
@@ -65,7 +72,7 @@ class FlopsCounter:
         topk = self._dsa.index_topk
         chosen = causal if dense else sum(_selected_pairs(n, topk) for n in lengths)
         # Scores and values: 2 FLOPs per pair, head and dimension.
-        pair = 2 * self._arch.num_heads * (self._arch.qk_head_dim + self._arch.v_head_dim)
+        pair = _pair(self._arch)
         index_pair = 2 * self._dsa.index_n_heads * self._dsa.index_head_dim
         if self._base_indexers:
             logits = 2 * self._arch.num_heads * self._arch.qk_head_dim
@@ -80,6 +87,11 @@ class FlopsCounter:
             + 3 * self._dsa_layers * (pair * chosen + index_pair * causal),
             head=2 * 2 * self._head * tokens,
         )
+
+
+def _pair(arch: Architecture) -> int:
+    """FLOPs of scores and values of one query and one key, over all heads."""
+    return 2 * arch.num_heads * (arch.qk_head_dim + arch.v_head_dim)
 
 
 def _selected_pairs(length: int, topk: int) -> int:

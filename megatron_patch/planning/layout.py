@@ -1,6 +1,7 @@
 """Bytes per device of a parallel layout: weights, gradients, optimizer exactly; activations and logits by formula."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 from math import ceil
 
 from megatron_patch.config import ParallelSettings
@@ -15,6 +16,8 @@ MAIN_COPY_BYTES = 4  # fp32 weights beside bf16 ones
 # Of ops/chunked.py, written out again since planning works without torch; a test holds the two together.
 CHUNK_BYTES = 64 * 2**20
 CHUNK_PAIR_BYTES = 40
+# Of model/head_loss.py, likewise.
+HEAD_CHUNK_BYTES, HEAD_LEAST_CHUNK = 64 << 20, 16
 
 
 @dataclass
@@ -62,11 +65,15 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does at a time: tokens of a micro-batch, and bytes of a weight or activation (2 bf16, 4 fp32)."""
+    """What one rank does at a time: tokens of a micro-batch, and bytes of a weight or activation (2 bf16, 4 fp32).
+
+    `recompute`: layers that train keep their inputs only.
+    """
 
     seq_length: int
     micro_batch_size: int
     width: int
+    recompute: bool = False
 
     @property
     def tokens(self) -> int:
@@ -120,6 +127,7 @@ def make_layout(parallel: ParallelSettings, devices: int, arch: Architecture, nu
     )
 
 
+@cache  # asked for every part of every stage of every layout
 def stage_of(layer: int, num_layers: int, stages: int) -> int:
     """The pipeline stage of a layer: as even as can be, earlier stages take what is left over."""
     if layer < 0:
@@ -161,24 +169,34 @@ def _stage(found, arch, pattern, dsa, layout: Layout, work: Work, stage: int) ->
         frozen,
         trainable,
         optimizer,
-        activation_bytes(arch, dsa, len(dsa_layers), layout, work),
+        # A stage holds the activations of the micro-batches that are on their way to the last stage and back.
+        activation_bytes(arch, dsa, len(dsa_layers), layout, work, in_flight=layout.pp - stage),
         logit_bytes(arch, layout, work) if is_last else 0,
     )
 
 
 def logit_bytes(arch: Architecture, layout: Layout, work: Work) -> int:
-    """Logits, the fp32 copy that the loss makes, and its gradient: [tokens, vocabulary] three times."""
-    return work.tokens // layout.cp * ceil(arch.vocab_size / layout.tp) * (work.width + 4 + 4)
+    """What the loss takes. Under a frozen head, whose logits are made in chunks of tokens: one chunk (fp32; in bf16 also the logits
+    and their gradient in bf16) and the gradient of the hidden states. Else logits, fp32 copy and gradient of all tokens."""
+    tokens, words = work.tokens // layout.cp, ceil(arch.vocab_size / layout.tp)
+    if arch.trains_whole:
+        return tokens * words * (work.width + 4 + 4)
+    chunk = min(tokens, max(HEAD_LEAST_CHUNK, HEAD_CHUNK_BYTES // (4 * words)))
+    return chunk * words * (4 if work.width == 4 else 4 + 2 * work.width) + tokens * arch.hidden_size * work.width
 
 
-def activation_bytes(arch: Architecture, dsa: DsaSettings, dsa_layers: int, layout: Layout, work: Work) -> int:
+def activation_bytes(arch: Architecture, dsa: DsaSettings, dsa_layers: int, layout: Layout, work: Work, in_flight: int = 1) -> int:
     """What the DSA layers take besides weights: what autograd keeps for each, and the op's workspace in one of them.
 
-    Frozen layers take nothing: autograd starts at the first trainable one.
+    Frozen layers take nothing: autograd starts at the first trainable one. With recomputation one layer is whole at a time.
     """
     if dsa_layers == 0:
         return 0
-    return dsa_layers * kept_bytes(arch, dsa, layout, work) + workspace_bytes(arch, dsa, layout, work)
+    whole, workspace = kept_bytes(arch, dsa, layout, work), workspace_bytes(arch, dsa, layout, work)
+    if work.recompute:
+        inputs = work.tokens // (layout.cp * layout.tp) * arch.hidden_size * work.width
+        return in_flight * dsa_layers * inputs + whole + workspace
+    return in_flight * dsa_layers * whole + workspace
 
 
 def kept_bytes(arch: Architecture, dsa: DsaSettings, layout: Layout, work: Work) -> int:
@@ -196,7 +214,7 @@ def kept_bytes(arch: Architecture, dsa: DsaSettings, layout: Layout, work: Work)
     """
     w, hidden, heads = work.width, arch.hidden_size, arch.num_heads // layout.tp
     shared = arch.moe_ffn_size * arch.num_shared_experts // layout.tp
-    latents = 2 * hidden + hidden + arch.kv_lora_rank
+    latents = 2 * hidden + arch.dsa_q_rank + arch.kv_lora_rank
     per_token = (4 + w) * latents + w * (latents + heads * arch.v_head_dim)
     per_token += w * _attention_numbers(arch, layout)
     per_token += 4 * (dsa.index_n_heads * (dsa.index_head_dim + 1) + dsa.index_head_dim)

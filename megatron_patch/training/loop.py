@@ -117,7 +117,7 @@ def _note(line: str) -> None:
 
 def _peak_memory_mb(run: Run) -> float:
     """The highest of all ranks."""
-    return ranks.highest(run.device.peak_memory_mb(), run.device.torch_device)
+    return ranks.highest(run.device.peak_memory_mb(), run.device.sums_device)
 
 
 def stage_at(settings: TrainSettings, iteration: int) -> str:

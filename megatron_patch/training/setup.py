@@ -23,6 +23,7 @@ from megatron_patch.io.lock import only_writer
 from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture
 from megatron_patch.model.builder import BuildSettings, build_model
+from megatron_patch.model.dsa_attention import backend_sizes
 from megatron_patch.model.dsa_state import DsaState
 from megatron_patch.model.freeze import (
     combined_sha256,
@@ -185,8 +186,9 @@ def _build(
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     if ranks.is_main():
+        note = f" ({backend.describe(backend_sizes(arch, dsa, build.dtype))})" if backend.describe and not build.base_indexers else ""
         print(
-            f"device {device.name}, DSA backend {backend.name}, layers {format_pattern(pattern)}, "
+            f"device {device.name}, DSA backend {backend.name}{note}, layers {format_pattern(pattern)}, "
             f"{total / 1e6:,.2f}M parameters, {trainable / 1e6:,.2f}M of them train, ranks {ranks.count()}",
             flush=True,
         )

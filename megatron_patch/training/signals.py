@@ -36,7 +36,7 @@ class StopRequest:
         code = 0 if self._received is None else int(self._received)
         if code == 0 and self._deadline is not None and time.monotonic() >= self._deadline:
             code = _TIME
-        code = int(ranks.highest(code, device.torch_device))
+        code = int(ranks.highest(code, device.sums_device))
         if code == _TIME:
             return "--exit-duration-in-mins is over"
         return f"received {signal.Signals(code).name}" if code else None

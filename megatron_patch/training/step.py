@@ -130,6 +130,6 @@ class TrainStep:
 
 def sum_over_ranks(values: list[float], device: Device) -> list[float]:
     """Each value's sum over the data-parallel ranks, which hold different tokens; fp64."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device.torch_device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device.sums_device)
     dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
     return tensor.tolist()

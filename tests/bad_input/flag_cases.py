@@ -30,7 +30,7 @@ TRAINING: dict[str, tuple[list[str], str]] = {
     "base indexers with muon": (["--train", "base-indexers", "--optimizer", "muon"], "muon takes no indexers: muon; use adam"),
     "base indexers recomputed": (["--train", "base-indexers", "--recompute-dsa"], "--recompute-dsa needs DSA layers: --train base"),
     "CUDA that is not there": (["--device", "cuda"], "--device cuda needs a GPU"),
-    "NPU": (["--device", "npu"], "--device npu needs the Ascend path"),
+    "NPU": (["--device", "npu"], "--device npu needs torch_npu: it is not installed"),
     "a profile backwards": (["--profile-steps", "5:2"], "--profile-steps must be A:B .* 5:2"),
     "tensor parallel": (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size must be 1.*: 2"),
 }  # fmt: skip

@@ -56,7 +56,7 @@ def test_install_twice_changes_nothing():
     assert torch.empty is before
 
 
-@pytest.mark.parametrize(("name", "message"), [("cuda", "torch.cuda.is_available"), ("npu", "MindSpeed")])
+@pytest.mark.parametrize(("name", "message"), [("cuda", "torch.cuda.is_available"), ("npu", "torch_npu")])
 def test_absent_devices_are_refused(name, message):
     with pytest.raises(UserError, match=message):
         activate(name)

@@ -256,9 +256,9 @@ def test_auto_is_the_chunked_op():
     for device in ("cpu", "cuda"):
         assert choose_backend("auto", device).attention is chunked.dsa_attention
         assert choose_backend("reference", device).attention is reference.dsa_attention
-    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked"):
+    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked, npu"):
         choose_backend("fast", "cpu")
-    with pytest.raises(ValueError, match="runs on cpu, cuda, not on 'xpu'"):
+    with pytest.raises(ValueError, match="runs on cpu, cuda, npu, not on 'xpu'"):
         choose_backend("chunked", "xpu")
 
 

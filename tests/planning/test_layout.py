@@ -48,7 +48,7 @@ def test_one_device_holds_everything(v2_lite: Architecture) -> None:
     assert got.frozen == 2 * 15_706_484_224
     assert got.trainable == (2 + 4) * 1_212_429_824  # bf16 weights, fp32 gradients
     assert got.optimizer == (4 + 8) * 1_212_429_824  # fp32 copy and two moments
-    assert got.logits == 4096 * 102400 * 10
+    assert 100e6 < got.logits < 200e6  # a chunk of logits: test_cost.py
     assert got.total == got.frozen + got.trainable + got.optimizer + got.activations + got.logits
 
 
@@ -81,7 +81,7 @@ def test_tensor_parallel_keeps_latents_and_indexer_whole(v2_lite: Architecture) 
     one = plan(v2_lite, 2)
     two = plan(v2_lite, 2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
     assert one.frozen / 2 < two.frozen < one.frozen / 2 * 1.01
-    assert two.logits == one.logits // 2
+    assert two.logits == pytest.approx(one.logits, rel=0.01)  # half of the words, twice the tokens of a chunk
 
 
 def test_the_fullest_stage_is_reported(v2_lite: Architecture) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_patch.devices.device import inference_device
 from megatron_patch.diagnosis.parity import pages, records
 from megatron_patch.diagnosis.parity.ablations import ablations
 from megatron_patch.diagnosis.parity.checkpoint_side import dump_checkpoint
@@ -162,8 +163,7 @@ def _dump_trainer(trainer: "Trainer", ids: Tensor, bounds: Tensor, how: How) -> 
 
 
 def _load_checkpoint(hf: Path, how: How) -> "PreTrainedModel":
-    place = how.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load_model(inspect_directory(hf), dtype=DTYPES[how.dtype], device=place)
+    return load_model(inspect_directory(hf), dtype=DTYPES[how.dtype], device=inference_device(how.device))
 
 
 def _dump_checkpoint(model: "PreTrainedModel", hf: Path, ids: Tensor, bounds: Tensor, how: How) -> Dump:
@@ -205,7 +205,8 @@ def _fp32_gap(
     from megatron_patch.diagnosis.parity.checkpoint_side import run_model
     from megatron_patch.diagnosis.parity.trainer_side import dump_trainer
 
-    wide = How("float32", how.device, how.backend)
+    backend = "chunked" if how.backend in ("auto", "npu") else how.backend  # Ascend's operators have no fp32
+    wide = How("float32", how.device, backend)
     ours = dump_trainer(_load_trainer(checkpoint, base, iteration, wide), ids, bounds, {}, "float32")
     theirs = run_model(_load_checkpoint(hf, wide), ids, bounds)
     return float((ours.tensors["log_probs"] - theirs["log_probs"]).abs().max())

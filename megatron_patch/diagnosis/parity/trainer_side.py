@@ -163,13 +163,19 @@ def _hook_layer(stack: contextlib.ExitStack, layer: torch.nn.Module, prefix: str
 def _record_selection(stack: contextlib.ExitStack, attention: DsaSelfAttention, prefix: str, keep: Recorder) -> None:
     backend = attention.backend
 
-    def op(query, key, value, index_query, index_key, index_weights, cu_seqlens, **options):
-        result = backend.attention(query, key, value, index_query, index_key, index_weights, cu_seqlens, **options)
-        keep(prefix + "indexer", index_scores(index_query.detach(), index_key.detach(), index_weights.detach()))
-        keep(prefix + "indices", result.indices)
-        return result
+    def recording(op):
+        """`op` with its selection and scores kept; the last four tensors of its arguments are the indexer's and cu_seqlens."""
 
-    shadow(stack, attention, "backend", dataclasses.replace(backend, attention=op))
+        def call(*tensors, **options):
+            result = op(*tensors, **options)
+            keep(prefix + "indexer", index_scores(*(x.detach() for x in tensors[-4:-1])))
+            keep(prefix + "indices", result.indices)
+            return result
+
+        return op and call
+
+    ops = {name: recording(getattr(backend, name)) for name in ("attention", "absorbed")}
+    shadow(stack, attention, "backend", dataclasses.replace(backend, **ops))
 
 
 def _record_moe(stack: contextlib.ExitStack, moe: torch.nn.Module, prefix: str, keep: Recorder) -> None:

@@ -1,0 +1,1 @@
+"""As torch_npu has it."""

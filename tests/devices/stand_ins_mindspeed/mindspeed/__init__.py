@@ -1,0 +1,1 @@
+"""Stands for MindSpeed, branch core_r0.16.0."""

@@ -1,0 +1,156 @@
+"""Activation on Ascend, with stand-ins for torch_npu and MindSpeed that record what is asked of them.
+
+In fresh processes: activation comes before the first import of megatron-core. That real MindSpeed behaves as the stand-in is
+read from its public sources, not tried.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TORCH_NPU, MINDSPEED = HERE / "stand_ins", HERE / "stand_ins_mindspeed"
+FLAGS = ["--base-model", "b", "--recompute-num-layers", "1", "--tokenizer-type", "PretrainedFromHF", "--npu-deterministic", "--bf16"]
+
+ACTIVATE = """
+import sys
+from megatron_patch import errors
+from megatron_patch.devices import device as devices
+def main():
+    global device
+    device = devices.activate("npu")
+code = errors.run(main)
+if code:
+    sys.exit(code)
+"""
+# Everything that needs a real device is replaced by a note of the call.
+INITIALIZE = """
+import torch, torch.distributed as dist
+from torch_npu import record
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+dist.init_process_group = lambda backend, **_: record.note("process group " + backend)
+parallel_state.initialize_model_parallel = lambda **sizes: record.note(f"parallel {sizes}")
+random.model_parallel_cuda_manual_seed = lambda seed: record.note(f"seed {seed}")
+devices.initialize_distributed(device, 7, expert_parallel=8)
+print("\\n".join(record.EVENTS))
+"""
+CONFIG = """
+from dataclasses import fields
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron_patch.model.architecture import read_architecture
+from megatron_patch.model.builder import BuildSettings, megatron_config
+from megatron_patch.model.layer_pattern import appended_pattern
+arch = read_architecture("tests/data/deepseek_v2_lite_config.json")
+config = megatron_config(arch, appended_pattern(27, 2), BuildSettings())
+known = {each.name for each in fields(MLATransformerConfig)}
+from megatron_patch.devices.mcore_fixes import have_transformer_engine
+sys.modules["transformer_engine"] = type(sys)("transformer_engine")  # MindSpeed's dummy has no spec: importlib raises
+assert not have_transformer_engine()
+print("leaked", sorted(set(vars(config)) - known), repr(config.recompute_num_layers))
+"""
+
+
+def run(code: str, *argv: str, path: tuple[Path, ...] = (TORCH_NPU, MINDSPEED), **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **variables}
+    return subprocess.run([sys.executable, "-c", code, *argv], env=env, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def test_everything_happens_once_and_in_order() -> None:
+    done = run(ACTIVATE + "devices.activate('npu')\n" + INITIALIZE, *FLAGS, LOCAL_RANK="1")
+    assert done.returncode == 0, done.stderr
+    events = [line for line in done.stdout.splitlines() if not line.startswith("set_device")]
+    typed = (
+        "context_parallel_size=int:1 expert_model_parallel_size=int:8 expert_tensor_parallel_size=int:1 "
+        "gradient_accumulation_fusion=bool:False moe_grouped_gemm=bool:False moe_token_dispatcher_type=str:alltoall "
+        "multi_latent_attention=bool:False pipeline_model_parallel_size=int:1 tensor_model_parallel_size=int:1 use_flash_attn=bool:False"
+    )
+    assert events == [
+        "torch_npu",
+        "transfer_to_npu",
+        "adaptor argv=1 core_before=False",
+        "process group cpu:gloo,npu:hccl",
+        f"repatch {typed}",
+        "parallel {'expert_model_parallel_size': 8}",
+        "seed 7",
+    ]
+    assert "set_device 1" in done.stdout
+
+
+def test_our_flags_do_not_reach_transformer_config() -> None:
+    """Typed as text, one of them would be a wrong setting of megatron-core."""
+    done = run(ACTIVATE + "assert len(sys.argv) == 9, sys.argv\n" + CONFIG, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "leaked [] None"
+
+
+def test_without_the_cut_they_would() -> None:
+    """What the stand-in does, and the real adaptor: else the test above could not fail."""
+    done = run(ACTIVATE.replace("def main", "npu = devices.npu\nnpu._visible_argv = npu.contextlib.nullcontext\ndef main") + CONFIG, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert "'base_model'" in done.stdout and done.stdout.strip().endswith("'1'")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_nothing_of_it_is_imported_elsewhere(name: str) -> None:
+    code = f"""
+import sys
+from megatron_patch.devices.device import activate
+from megatron_patch.ops.backends import choose_backend
+try:
+    activate({name!r})
+    import megatron_patch.model.builder
+except ValueError as error:
+    print(error)
+choose_backend("auto", {name!r})
+print([each for each in sys.modules if each.split(".")[0] in ("torch_npu", "mindspeed")])
+"""
+    done = run(code)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_default_is_the_npu_where_there_is_one() -> None:
+    code = "from megatron_patch.devices.device import default_name\nprint(default_name())"
+    assert run(code).stdout.strip() == "npu"
+    assert run(code, STAND_IN="no_npu").stdout.strip() == "cpu"
+    assert run(code, path=()).stdout.strip() == "cpu"
+
+
+@pytest.mark.parametrize(
+    "variables, path, words",
+    [
+        ({}, (), "needs torch_npu: it is not installed"),
+        ({}, (TORCH_NPU,), "needs MindSpeed, which does not load (No module named 'mindspeed'); install MindSpeed's branch core_r0.16.0"),
+        ({"STAND_IN": "no_npu"}, (TORCH_NPU, MINDSPEED), "torch.npu.is_available() is False; source CANN's set_env.sh"),
+        ({"LOCAL_RANK": "2"}, (TORCH_NPU, MINDSPEED), "rank 2 of this machine has none of 2"),
+        (
+            {"STAND_IN": "needs_training"},
+            (TORCH_NPU, MINDSPEED),
+            "needs megatron.training, which megatron-core's wheel does not have (import: No module named 'megatron.training'); "
+            "clone Megatron-LM's branch core_r0.16.0 and put it on PYTHONPATH",
+        ),
+        ({"STAND_IN": "needs_package"}, (TORCH_NPU, MINDSPEED), "MindSpeed needs the package a_package_that_nobody_has"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_its_remedy(variables: dict, path: tuple, words: str) -> None:
+    done = run(ACTIVATE, path=path, **variables)
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ") and words in line, line
+
+
+def test_another_repatch_is_named() -> None:
+    code = ACTIVATE + "from megatron_patch.devices import npu\nsys.exit(errors.run(lambda: npu.repatch(expert_parallel=1)))"
+    done = run(code, STAND_IN="old_repatch")
+    assert done.returncode == 2
+    assert "must be that of branch core_r0.16.0: its repatch failed with TypeError" in done.stderr
+
+
+def test_megatron_core_must_come_after() -> None:
+    done = run("import megatron.core\n" + ACTIVATE)
+    assert "MindSpeed's adaptor must be imported before megatron.core" in done.stderr
