@@ -25,8 +25,8 @@ def require_same_tokens(a: Dump, b: Dump) -> None:
     for name in ("tokens", "cu_seqlens"):
         if not torch.equal(a.tensors[name].long(), b.tensors[name].long()):
             raise UserError(
-                f"two dumps are compared on the same tokens: {a.source} and {b.source} differ in {name}; dump the second "
-                "with --tokens-of the first"
+                f"two sides are compared on the same tokens: those of {a.side} ({a.source}) and {b.side} ({b.source}) differ in {name}; "
+                "dump one of them again with --tokens-of the other"
             )
 
 

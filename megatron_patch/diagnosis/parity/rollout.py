@@ -11,6 +11,7 @@ From a verl batch: `batch.batch["input_ids"][i][mask]`, `batch.batch["rollout_lo
 
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -18,53 +19,54 @@ from torch import Tensor
 
 from megatron_patch.data.readers import parse_row, read_chunks
 from megatron_patch.diagnosis.parity.records import Dump
+from megatron_patch.diagnosis.parity.weights_reader import ModelShape
 from megatron_patch.errors import UserError
 
 
-def load_rollout(file: Path, experts: int, first_dense: int, row: int = 0) -> Dump:
+def load_rollout(file: Path, shape: ModelShape, row: int = 0) -> Dump:
     """One sequence as a side.
 
     Args:
         file: as above.
-        experts: routed experts of a layer.
-        first_dense: dense layers below the first MoE layer.
+        shape: of the model that the engine served.
         row: of a .jsonl file, from 0.
 
     Raises:
-        UserError: the file is none of those, or its arrays do not fit each other.
+        UserError: the file is none of those, or its arrays do not fit each other or the model.
     """
     content = _read(file, row)
-    tokens, bounds = rollout_tokens(file, row)
-    values = torch.as_tensor(np.asarray(content.get("rollout_log_probs", []), dtype=np.float32))
+    tokens, bounds = _tokens(content, file)
+    values = _numbers(content, "rollout_log_probs", file)
     total, response = len(tokens), len(values)
-    if not 0 < response < total or values.dim() != 1:
+    if values.ndim != 1 or not 0 < response < total:
         raise UserError(
-            f"rollout_log_probs are those of the last tokens of input_ids: {file} has {response} for {total} tokens; give "
+            f"rollout_log_probs are those of the last tokens of input_ids: {file} has {values.shape} for {total} tokens; give "
             "prompt and response in input_ids, without padding"
         )
+    if not (values <= 0).all():
+        raise UserError(
+            f"log-probs must be finite and at most 0: {file} has {int((~(values <= 0)).sum())} that are not; write the engine's log-probs"
+        )
     log_probs, predicts = torch.zeros(total), torch.zeros(total, dtype=torch.bool)
-    log_probs[total - response - 1 : total - 1] = values
+    log_probs[total - response - 1 : total - 1] = torch.as_tensor(values.astype(np.float32))
     predicts[total - response - 1 : total - 1] = True
-    if not values.isfinite().all():
-        raise UserError(f"log-probs must be finite: {file} has {int((~values.isfinite()).sum())} that are not")
-    tensors = {"tokens": tokens, "cu_seqlens": bounds}
-    tensors |= {"log_probs": log_probs, "predicts": predicts}
-    tensors |= _routes(content, file, total, experts, first_dense)
-    return Dump("rollout", str(file), "bfloat16", None, {}, tensors)
+    tensors = {"tokens": tokens, "cu_seqlens": bounds, "log_probs": log_probs, "predicts": predicts}
+    return Dump("rollout", str(file), "bfloat16", None, {}, tensors | _routes(content, file, total, shape))
 
 
 def rollout_tokens(file: Path, row: int = 0) -> tuple[Tensor, Tensor]:
     """(tokens, cu_seqlens) of one sequence."""
-    tokens = _integers(_read(file, row), "input_ids", file)
-    return tokens, torch.tensor([0, len(tokens)], dtype=torch.int32)
+    return _tokens(_read(file, row), file)
 
 
 def _read(file: Path, row: int) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"a side is a dump's directory or a rollout's file: {file} is neither; check the path")
     if file.suffix == ".npz":
         try:
             with np.load(file, allow_pickle=False) as archive:
                 return {name: archive[name] for name in archive.files}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, BadZipFile, KeyError) as error:
             raise UserError(f"a rollout is .jsonl or .npz without pickled objects: {file}: {error}; write it again") from None
     number = 0
     for chunk in read_chunks(file):
@@ -73,30 +75,49 @@ def _read(file: Path, row: int) -> dict[str, Any]:
             if content is not None and number == row:
                 return content
             number += content is not None
-    raise UserError(f"--row must be below the number of sequences: {file} has {number}, row is {row}; lower it")
+    raise UserError(f"a rollout's row must be there: {file} has {number} sequences, row {row} (from 0) was asked for; check --row")
 
 
-def _integers(content: dict[str, Any], name: str, file: Path) -> Tensor:
-    value = np.asarray(content.get(name, []))
-    if value.ndim != 1 or not len(value) or not np.issubdtype(value.dtype, np.integer):
-        raise UserError(f"{name} must be a list of token ids: {file} has none; name it as verl does")
-    return torch.as_tensor(value.astype(np.int64))
+def _numbers(content: dict[str, Any], name: str, file: Path) -> np.ndarray:
+    """An array of numbers under a name, of any shape."""
+    try:
+        value = np.asarray(content[name])
+        if value.dtype.kind not in "if":
+            raise ValueError(f"it holds {value.dtype}")
+        return value
+    except KeyError:
+        raise UserError(f"a rollout has {name}: {file} lacks it; name it as verl does") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} must be an array of numbers: {file}: {error}; write it as the engine returned it") from None
 
 
-def _routes(content: dict[str, Any], file: Path, total: int, experts: int, first_dense: int) -> dict[str, Tensor]:
+def _tokens(content: dict[str, Any], file: Path) -> tuple[Tensor, Tensor]:
+    value = _numbers(content, "input_ids", file)
+    if value.ndim != 1 or value.dtype.kind != "i" or not len(value):
+        raise UserError(
+            f"input_ids must be a flat list of whole numbers: {file} has shape {value.shape} of {value.dtype}; give one sequence"
+        )
+    return torch.as_tensor(value.astype(np.int64)), torch.tensor([0, len(value)], dtype=torch.int32)
+
+
+def _routes(content: dict[str, Any], file: Path, total: int, shape: ModelShape) -> dict[str, Tensor]:
     """`layers.N.router` with 1/K for each chosen expert: engines record the ids, not the weights."""
     if content.get("routed_experts") is None:
         return {}
-    ids = np.asarray(content["routed_experts"])
-    if ids.ndim != 3 or len(ids) not in (total, total - 1) or ids.min() < 0 or ids.max() >= experts:
+    ids = _numbers(content, "routed_experts", file)
+    wanted = f"[{total} or {total - 1}, {shape.layers}, {shape.experts_per_token}] of ids from 0 to {shape.experts - 1}"
+    right = ids.ndim == 3 and len(ids) in (total, total - 1) and ids.shape[1:] == (shape.layers, shape.experts_per_token)
+    if not right or ids.dtype.kind != "i" or not len(ids) or ids.min() < 0 or ids.max() >= shape.experts:
         raise UserError(
-            f"routed_experts are [tokens, layers, top-k] of ids below {experts}: {file} has shape {ids.shape} and ids from "
-            f"{ids.min() if ids.size else '-'} to {ids.max() if ids.size else '-'}; give the array as the engine returned it"
+            f"routed_experts are {wanted}, dense layers included: {file} has {ids.shape} of {ids.dtype}; give the array as the engine "
+            "returned it, with rows of zeros for dense layers"
         )
     found = {}
-    for layer in range(first_dense, ids.shape[1]):
+    for layer in range(shape.dense_layers, shape.layers):
         chosen = torch.as_tensor(ids[:, layer].astype(np.int64))
-        weights = torch.zeros(total, experts)
+        weights = torch.zeros(total, shape.experts)
         weights[: len(chosen)].scatter_(1, chosen, 1.0 / chosen.size(-1))
+        if int((weights > 0).sum()) != chosen.numel():
+            raise UserError(f"a token's experts are distinct: {file} names one twice in layer {layer}; give the array as the engine returned it")
         found[f"layers.{layer}.router"] = weights
     return found

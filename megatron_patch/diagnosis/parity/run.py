@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_patch.checkpoint.manifest import iteration_directory, read_manifest
 from megatron_patch.devices.device import inference_device
 from megatron_patch.diagnosis.parity import pages, records
 from megatron_patch.diagnosis.parity.ablations import ablations
@@ -22,7 +23,6 @@ from megatron_patch.errors import EXIT_OK, EXIT_USER, UserError
 from megatron_patch.evaluation.loading import inspect_directory, load_model
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, atomic_write_text, require_empty
 from megatron_patch.io.safetensors_dir import SafetensorsDir
-from megatron_patch.model.architecture import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,8 +51,18 @@ class Tokens:
     text_key: str = "text"
     of: Path | None = None
 
-    def read(self, tokenizer_directory: Path) -> tuple[Tensor, Tensor]:
-        """(tokens, cu_seqlens)."""
+    def read(self, directory: Path) -> tuple[Tensor, Tensor]:
+        """(tokens, cu_seqlens), whose ids the model in `directory` knows; its tokenizer reads text."""
+        tokens, bounds = self._read(directory)
+        size = read_shape(directory).vocabulary
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            raise UserError(
+                f"token ids must be from 0 to {size - 1}, the model's vocabulary: {self.of or self.text} has {int(tokens.min())} to "
+                f"{int(tokens.max())}; give a sequence of this model's tokenizer, without padding"
+            )
+        return tokens, bounds
+
+    def _read(self, tokenizer_directory: Path) -> tuple[Tensor, Tensor]:
         if (self.text is None) == (self.of is None):
             raise UserError("tokens come from one source: give --text FILE with --seq-length N, or --tokens-of DUMP")
         if self.of is not None:
@@ -83,8 +93,8 @@ def run(
         UserError: an argument is wrong, or one of the two cannot be loaded.
     """
     require_empty(output)
-    trainer = _load_trainer(checkpoint, base, iteration, how)
     ids, bounds = tokens.read(hf)
+    trainer = _load_trainer(checkpoint, base, iteration, how)
     a = _dump_trainer(trainer, ids, bounds, how)
     model = _load_checkpoint(hf, how)
     b = _dump_checkpoint(model, hf, ids, bounds, how)
@@ -111,8 +121,8 @@ def dump(
     if (checkpoint is None) == (hf is None):
         raise UserError("a dump is of one side: give --checkpoint SAVE or --hf DIR")
     if checkpoint is not None:
+        ids, bounds = tokens.read(base or Path(read_manifest(iteration_directory(checkpoint, iteration)).base.path))
         trainer = _load_trainer(checkpoint, base, iteration, how)
-        ids, bounds = tokens.read(base or Path(trainer.manifest.base.path))
         found = _dump_trainer(trainer, ids, bounds, how)
     else:
         ids, bounds = tokens.read(hf)
@@ -129,10 +139,24 @@ def diff(
     """Two dumps, or a dump and a rollout. With `hf` every module is judged and known faults are looked for."""
     require_empty(output)
     first, second = (_load_side(path, hf, row) for path in (a, b))
+    if hf is not None:
+        _check_model(first, second, hf)
     if first.side == second.side:
         first.side, second.side = f"{first.side} A", f"{second.side} B"
     texts = token_texts(first.tokens, hf) if hf is not None else None
     return _publish(examine(first, second, hf, texts=texts).report, output, json_file)
+
+
+def _check_model(first: Dump, second: Dump, hf: Path) -> None:
+    """The layers that were recorded are those of the directory."""
+    layers = read_shape(hf).layers
+    for dump in (first, second):
+        if dump.side.startswith("rollout"):
+            continue
+        if dump.layers != list(range(layers)):
+            raise UserError(
+                f"--hf must be of the model that was dumped: {dump.source} has {len(dump.layers)} layers, {hf} has {layers}; give the export"
+            )
 
 
 def _load_side(path: Path, hf: Path | None, row: int) -> Dump:
@@ -140,8 +164,7 @@ def _load_side(path: Path, hf: Path | None, row: int) -> Dump:
         return load_dump(path)
     if hf is None:
         raise UserError(f"a rollout needs the model that it is of: {path} is a file; add --hf DIR")
-    shape = read_shape(hf)
-    return load_rollout(path, shape.experts, int(read_config(hf).get("first_k_dense_replace") or 0), row)
+    return load_rollout(path, read_shape(hf), row)
 
 
 def _load_trainer(checkpoint: Path, base: Path | None, iteration: int | None, how: How) -> "Trainer":

@@ -38,9 +38,11 @@ def read_pack(file: Path, tokenizer_directory: Path, length: int, documents: int
     Raises:
         UserError: the file cannot be read, or holds fewer tokens.
     """
-    if documents < 1 or length < LEAST_TOKENS * documents:
+    if documents < 1:
+        raise UserError(f"--documents must be 1 or more: {documents}; raise it")
+    if length < LEAST_TOKENS * documents:
         raise UserError(
-            f"a document has {LEAST_TOKENS} tokens or more: --seq-length {length} does not hold {documents}; raise it"
+            f"a document has {LEAST_TOKENS} tokens or more: --seq-length {length} does not hold --documents {documents}; raise it"
         )
     tokenizer = load_tokenizer(tokenizer_directory)
     lengths = [length // documents + (i < length % documents) for i in range(documents)]

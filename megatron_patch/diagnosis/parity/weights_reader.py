@@ -18,7 +18,8 @@ class ModelShape:
     """What the judge must know beside the weights.
 
     Attributes:
-        layers: decoder layers.
+        layers: decoder layers, the first `dense_layers` of which have no experts.
+        vocabulary: rows of the embedding.
         latent_eps: of the norms of the latents, which published code fixes at 1e-6.
         index_topk, index_heads: of the indexers; None and 0 without.
         router_score: "softmax" or "sigmoid".
@@ -26,6 +27,8 @@ class ModelShape:
     """
 
     layers: int
+    dense_layers: int
+    vocabulary: int
     hidden: int
     heads: int
     nope_dim: int
@@ -59,6 +62,8 @@ def read_shape(directory: str | Path) -> ModelShape:
     try:
         return ModelShape(
             layers=config["num_hidden_layers"],
+            dense_layers=config.get("first_k_dense_replace") or 0,
+            vocabulary=config["vocab_size"],
             hidden=config["hidden_size"],
             heads=config["num_attention_heads"],
             nope_dim=config["qk_nope_head_dim"],
