@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patch import cli
-from megatron_patch.config import ParallelSettings, TrainSettings
+from megatron_patch.config import TrainSettings
 from megatron_patch.data.pretrain_corpus import PretrainCorpusSettings
 from megatron_patch.data.sft_corpus import SftCorpusSettings
 from megatron_patch.flags import flag_names, parse
@@ -27,15 +27,9 @@ def dry_run(folder: str, script: str, *argv: str, **variables: str) -> subproces
     return bash(ROOT / "examples" / folder / script, *argv, path=path, DRY_RUN="1", **(INPUTS | variables))
 
 
-@pytest.fixture
-def any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags are parsed; whether a release trains their layout is said at start, not here."""
-    monkeypatch.setattr(ParallelSettings, "__post_init__", lambda self: None)
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("script, more", [("pretrain.sh", TWO_NODES), ("sft.sh", {})])
-def test_training_is_the_job_of_the_documents(folder: str, script: str, more: dict, any_layout) -> None:
+def test_training_is_the_job_of_the_documents(folder: str, script: str, more: dict) -> None:
     """TP1 PP1 EP8, 4096 tokens, bf16, on all devices of the nodes; logs by rank; and the plan of the same layout."""
     done = dry_run(folder, script, "--seed", "7", **more)
     assert done.returncode == 0, done.stderr
@@ -55,7 +49,7 @@ def test_training_is_the_job_of_the_documents(folder: str, script: str, more: di
     assert f"ep8 etp1 cp1 dp{dp}" in done.stderr and "fits a device of 64 GB" in done.stderr
 
 
-def test_variables_reach_their_flags(any_layout) -> None:
+def test_variables_reach_their_flags() -> None:
     given = {"EXPERT_PARALLEL": "16", "DETERMINISTIC": "1", "RECOMPUTE_DSA": "1", "PEAK_TFLOPS": "300", "DISTRIBUTED_OPTIMIZER": "0"}
     given |= {"SEQ_LENGTH": "2048", "WANDB_PROJECT": "", "DSA_BACKEND": "chunked", "TIMEOUT_MINUTES": "9", "LR": "0.5", "LOG_DIR": "l"}
     done = dry_run("ascend_a3", "pretrain.sh", **given)

@@ -34,7 +34,8 @@ from torch_npu import record
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 dist.init_process_group = lambda backend, **_: record.note("process group " + backend)
-parallel_state.initialize_model_parallel = lambda **sizes: record.note(f"parallel {sizes}")
+parallel_state.initialize_model_parallel = lambda **sizes: record.note(f"parallel {sizes['expert_model_parallel_size']}")
+parallel_state.get_expert_model_parallel_world_size = lambda: 8
 random.model_parallel_cuda_manual_seed = lambda seed: record.note(f"seed {seed}")
 devices.initialize_distributed(device, 7, expert_parallel=8)
 print("\\n".join(record.EVENTS))
@@ -76,7 +77,7 @@ def test_everything_happens_once_and_in_order() -> None:
         "adaptor argv=1 core_before=False",
         "process group cpu:gloo,npu:hccl",
         f"repatch {typed}",
-        "parallel {'expert_model_parallel_size': 8}",
+        "parallel 8",
         "seed 7",
     ]
     assert "set_device 1" in done.stdout
