@@ -70,6 +70,9 @@ def export(
     """
     base, output = Path(base), Path(output)
     _check_arguments(layout, base_shards, base_indexers)
+    for name, source in (("--base", base), ("--checkpoint", Path(checkpoint))):
+        if output.resolve().is_relative_to(source.resolve()):
+            raise UserError(f"--output must lie outside of {name}: {output} lies in {source}; give another path")
     require_empty(output)
     directory = iteration_directory(checkpoint, iteration)
     manifest = read_manifest(directory)

@@ -49,7 +49,7 @@ def run(model: str | Path, plan: str | Path, output: str | Path, *, resume: bool
     job = _Job(output, checked)
     if resume and job.is_complete():
         job.close()
-        print(f"{output} is complete already, of this plan")
+        print(f"{output} is complete already, of this plan; its files were not read again: `prune verify` does that")
         return EXIT_OK
     require_empty(output)
     job.open(resume)

@@ -246,3 +246,12 @@ def test_output_must_be_empty_and_base_complete(tmp_path, base, run, exported):
         export_files.export_config(json.loads((exported / "config.json").read_text()), PATTERN, None, 64)
     with pytest.raises(UserError, match=r"nothing per layer: it has \['layer_types'\]"):
         export_files.export_config({**CONFIG, "layer_types": ["x"] * 3}, PATTERN, None, 64)
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "native"])
+@pytest.mark.parametrize("inside", ["base", "checkpoint"])
+def test_an_export_does_not_lie_in_what_it_is_made_of(base, run, layout, inside):
+    output = (base if inside == "base" else run) / "export"
+    with pytest.raises(UserError, match=f"--output must lie outside of --{inside}"):
+        export(run, base, output, layout=layout, progress=False)
+    assert not output.exists()

@@ -37,7 +37,7 @@ def load_rollout(file: Path, shape: ModelShape, row: int = 0) -> Dump:
     content = _read(file, row)
     tokens, bounds = _tokens(content, file)
     values = _numbers(content, "rollout_log_probs", file)
-    total, response = len(tokens), len(values)
+    total, response = len(tokens), values.size
     if values.ndim != 1 or not 0 < response < total:
         raise UserError(
             f"rollout_log_probs are those of the last tokens of input_ids: {file} has {values.shape} for {total} tokens; give "

@@ -127,6 +127,53 @@ def test_a_rollout_is_a_side(fp32, tmp_path, suffix, rows):
         assert command(*flags, "--output", tmp_path / "bad") == 2
 
 
+WRONG_ROLLOUTS = {
+    "padding": ({"input_ids": [-100] + [5] * 95}, "token ids must be from 0 to 319"),
+    "another vocabulary": ({"input_ids": [99999] + [5] * 95}, "token ids must be from 0 to 319"),
+    "floats": ({"input_ids": [1.5] * 96}, "flat list of whole numbers"),
+    "nested": ({"input_ids": [[1] * 96]}, "flat list of whole numbers"),
+    "ragged": ({"input_ids": [[1], [2, 3]]}, "array of numbers"),
+    "text": ({"input_ids": "abc"}, "array of numbers"),
+    "beyond int64": ({"input_ids": [2**70]}, "array of numbers"),
+    "no tokens": ({"input_ids": None}, "array of numbers"),
+    "null": ({"rollout_log_probs": None}, "array of numbers"),
+    "scalar": ({"rollout_log_probs": -1.0}, "last tokens of input_ids"),
+    "too many": ({"rollout_log_probs": [-1.0] * 97}, "last tokens of input_ids"),
+    "probabilities": ({"rollout_log_probs": [0.5] * 40}, "at most 0"),
+    "NaN": ({"rollout_log_probs": [float("nan")] * 40}, "finite"),
+    "layers missing": ({"routed_experts": [[[0, 1]] * 2] * 96}, "dense layers included"),
+    "ragged routes": ({"routed_experts": [[[0, 1]] * 5] * 95 + [[[0, 1]]]}, "array of numbers"),
+    "no routes": ({"routed_experts": [[[]]]}, "dense layers included"),
+    "one expert twice": ({"routed_experts": [[[1, 1]] * 5] * 96}, "distinct"),
+    "no such expert": ({"routed_experts": [[[0, 8]] * 5] * 96}, "ids from 0 to 7"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROLLOUTS.values(), ids=WRONG_ROLLOUTS)
+def test_a_wrong_rollout_is_one_line(fp32, tmp_path, case):
+    change, message = case
+    good = {"input_ids": [5] * 96, "rollout_log_probs": [-1.0] * 40}
+    file = tmp_path / "rollout.jsonl"
+    file.write_text(json.dumps(good | change) + "\n")
+    command_line = ["dump", "--hf", fp32.export, "--tokens-of", file] if "input_ids" in change else ["diff", file, file, "--hf", fp32.export]
+    with pytest.raises(UserError, match=message) as error:
+        command(*command_line, "--output", tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_a_truncated_archive_is_one_line(fp32, tmp_path):
+    np.savez(tmp_path / "r.npz", input_ids=np.arange(96))
+    (tmp_path / "r.npz").write_bytes((tmp_path / "r.npz").read_bytes()[:200])
+    with pytest.raises(UserError, match="without pickled objects"):
+        command("diff", tmp_path / "r.npz", tmp_path / "r.npz", "--hf", fp32.export, "--output", tmp_path / "out")
+
+
+def test_the_judging_model_must_be_the_dumped_one(fp32, tmp_path):
+    assert command("dump", "--hf", fp32.export, *text_flags(fp32), "--output", tmp_path / "a") == 0
+    with pytest.raises(UserError, match=r"has 5 layers, .* has 3; give the export"):
+        command("diff", tmp_path / "a", tmp_path / "a", "--hf", fp32.base, "--output", tmp_path / "out")
+
+
 def test_a_dump_comes_back_whole(fp32, tmp_path):
     assert command("dump", "--hf", fp32.export, *text_flags(fp32), "--output", tmp_path / "a") == 0
     dump = load_dump(tmp_path / "a")
