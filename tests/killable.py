@@ -6,7 +6,6 @@ A rank starts in a fraction of a second, so that a test can kill many. They meet
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import time
 from pathlib import Path
@@ -72,6 +71,3 @@ class Job:
         left = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
         assert not left, f"ranks {left} were there after {seconds} s"
         return [process.exitcode for process in self.processes]
-
-
-KILL = signal.SIGKILL
