@@ -13,7 +13,7 @@ if [[ "${1:---help}" == -h || "${1:---help}" == --help ]]; then
 fi
 OUT="$1"
 export PATH="$ROOT/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-TOPK=64 SIZES=(--index-topk 64 --index-n-heads 4 --index-head-dim 32 --seq-length 256 --split 99,1 --micro-batch-size 8
+TOPK=64 SIZES=(--index-topk 64 --index-n-heads 4 --index-head-dim 32 --seq-length 256 --split "99,1" --micro-batch-size 8
   --global-batch-size 8)
 
 mkdir -p "$OUT"

@@ -27,6 +27,7 @@ attend() {
 # hand_on command|workers PID SIGNAL
 hand_on() {
   local pids=("$2")
+  # shellcheck disable=SC2034  # read by the scripts that source this file
   SIGNALLED=$3
   if [[ "$1" == workers ]]; then
     mapfile -t pids < <(grep -l "^PPid:[[:space:]]*$2\$" /proc/[0-9]*/status 2> /dev/null | cut -d/ -f3)

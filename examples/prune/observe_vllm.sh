@@ -21,8 +21,8 @@ TENSOR_PARALLEL_SIZE="${TENSOR_PARALLEL_SIZE:-1}" VLLM_PYTHON="${VLLM_PYTHON:-py
 SOURCE="${SOURCE:-$(basename "${DATA%.*}")}"
 recorded="${OUTPUT%.safetensors}.routed_experts.jsonl"
 
-command="$(tool dsa-upcycle)"
+program="$(tool dsa-upcycle)"
 [[ "$DRY_RUN" == 1 ]] || mkdir -p "$(dirname "$OUTPUT")"
 run_or_print "$VLLM_PYTHON" "$ROOT/examples/prune/record_vllm.py" --model "$MODEL" --data "$DATA" --output "$recorded" \
   --generate "$GENERATE" --max-length "$MAX_LENGTH" --tensor-parallel-size "$TENSOR_PARALLEL_SIZE" "$@"
-run_or_print "$command" prune observe --model "$MODEL" --from-routed-experts "$recorded" --source "$SOURCE" --output "$OUTPUT"
+run_or_print "$program" prune observe --model "$MODEL" --from-routed-experts "$recorded" --source "$SOURCE" --output "$OUTPUT"

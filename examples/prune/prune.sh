@@ -23,8 +23,8 @@ where=() rows=()
 [[ -z "$DEVICE" ]] || where=(--device "$DEVICE")
 [[ "${CHAT:-0}" != 1 ]] || rows=(--chat)
 
-command="$(tool dsa-upcycle)"
-run_or_print "$command" prune plan --model "$MODEL" --keep "$KEEP" --check-only "$@"
+program="$(tool dsa-upcycle)"
+run_or_print "$program" prune plan --model "$MODEL" --keep "$KEEP" --check-only "$@"
 
 wanted="MODEL=$MODEL KEEP=$KEEP CRITERION=$CRITERION STATS=$STATS DATA=${DATA:-} CHAT=${CHAT:-0} GENERATE=$GENERATE $*"
 if [[ -f "$OUTPUT/settings" && "$(cat "$OUTPUT/settings")" != "$wanted" ]]; then
@@ -37,24 +37,24 @@ if [[ -z "$STATS" ]]; then
   STATS="$OUTPUT/statistics.safetensors"
   read -r -a files <<< "$DATA"
   if [[ ! -f "$STATS" ]]; then
-    run_or_print "$command" prune observe --model "$MODEL" --data "${files[@]}" "${rows[@]}" --batch-size "$BATCH_SIZE" \
+    run_or_print "$program" prune observe --model "$MODEL" --data "${files[@]}" "${rows[@]}" --batch-size "$BATCH_SIZE" \
       --max-length "$MAX_LENGTH" --generate "$GENERATE" "${where[@]}" --resume --output "$STATS"
   fi
 fi
 if [[ ! -f "$OUTPUT/plan.json" ]]; then
-  run_or_print "$command" prune plan --model "$MODEL" --stats "$STATS" --keep "$KEEP" --criterion "$CRITERION" "$@" \
+  run_or_print "$program" prune plan --model "$MODEL" --stats "$STATS" --keep "$KEEP" --criterion "$CRITERION" "$@" \
     --output "$OUTPUT/plan.json"
 fi
 if [[ ! -f "$OUTPUT/model/config.json" ]]; then
   resume=()
   [[ ! -d "$OUTPUT/.model.partial-prune" ]] || resume=(--resume) # of a run that was killed
-  run_or_print "$command" prune apply --model "$MODEL" --plan "$OUTPUT/plan.json" "${resume[@]}" --output "$OUTPUT/model"
+  run_or_print "$program" prune apply --model "$MODEL" --plan "$OUTPUT/plan.json" "${resume[@]}" --output "$OUTPUT/model"
 fi
-run_or_print "$command" prune verify --model "$MODEL" --pruned "$OUTPUT/model" --plan "$OUTPUT/plan.json"
+run_or_print "$program" prune verify --model "$MODEL" --pruned "$OUTPUT/model" --plan "$OUTPUT/plan.json"
 if [[ ! -d "$OUTPUT/report" ]]; then
-  run_or_print "$command" prune report --stats "$STATS" --plan "$OUTPUT/plan.json" --output "$OUTPUT/report"
+  run_or_print "$program" prune report --stats "$STATS" --plan "$OUTPUT/plan.json" --output "$OUTPUT/report"
 fi
 if [[ -n "$SUITE" && ! -d "$OUTPUT/evaluation" ]]; then
-  run_or_print "$command" evaluate --kind prune --base "$MODEL" --model "$OUTPUT/model" --suite "$SUITE" \
+  run_or_print "$program" evaluate --kind prune --base "$MODEL" --model "$OUTPUT/model" --suite "$SUITE" \
     --dtype "$DTYPE" "${where[@]}" --output "$OUTPUT/evaluation"
 fi
