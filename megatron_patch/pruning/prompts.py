@@ -112,7 +112,10 @@ def _rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _text(tokenizer: "PreTrainedTokenizerBase", row: dict[str, Any], where: str, key: str) -> list[int]:
-    if not isinstance(row.get(key), str) or not row[key]:
+    if key in row and not (isinstance(row[key], str) and row[key]):
+        found = "an empty one" if row[key] == "" else f"a {type(row[key]).__name__}"
+        raise UserError(f"{where}: {key!r} must hold a text: it holds {found}; mend or drop the row")
+    if key not in row:
         raise UserError(
             f"{where}: {key!r} must be a text: the row has {', '.join(map(repr, row)) or 'nothing'}; give --text-key, or "
             "--chat for messages"

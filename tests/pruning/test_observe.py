@@ -239,7 +239,8 @@ def test_refuses_to_resume_another_run(changes, message, tiny_base, rows, tmp_pa
     ("line", "message"),
     [
         ('{"txt": "a"}', r"rows.jsonl:2: 'text' must be a text: the row has 'txt'; give --text-key, or --chat"),
-        ('{"text": 3}', "rows.jsonl:2: 'text' must be a text"),
+        ('{"text": 3}', "rows.jsonl:2: 'text' must hold a text: it holds a int; mend or drop the row"),
+        ('{"text": ""}', "it holds an empty one"),
         ('{"text": ', "rows.jsonl:2: a line must be a JSON object"),
         ("[1]", "rows.jsonl:2: a line must be a JSON object: it is list"),
         ("\udcff", "must be UTF-8"),
