@@ -170,9 +170,10 @@ class PrecisionSettings:
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     device: Literal["cpu", "cuda", "npu"] | None = None
     """Default: CUDA where there is a GPU, else the CPU."""
-    dsa_backend: Literal["auto", "reference", "chunked", "npu"] = "auto"
+    dsa_backend: Literal["auto", "reference", "chunked", "sparse", "npu"] = "auto"
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
-    definition, whose memory grows with the square of a document's length. (npu: not in this release.)"""
+    definition, whose memory grows with the square of a document's length; chunked works through chunks of queries; sparse,
+    for the CPU, computes selected pairs alone. (npu: not in this release.)"""
     recompute_dsa: bool = False
     """Keep the inputs of the DSA layers only, and compute the layers again in the backward pass: less memory, more time."""
     deterministic: bool = False
@@ -181,8 +182,8 @@ class PrecisionSettings:
     """Declared peak of one device in TFLOP/s, at the run's dtype: the log then shows the share reached (MFU)."""
 
     def __post_init__(self) -> None:
-        available = self.dsa_backend in ("auto", "reference", "chunked")
-        rule = "this release has the DSA backends auto, reference and chunked"
+        available = self.dsa_backend in ("auto", "reference", "chunked", "sparse")
+        rule = "this release has the DSA backends auto, reference, chunked and sparse"
         _require(available, rule, self.dsa_backend, "use one of them")
         peak = self.peak_tflops
         _require(peak is None or peak > 0, "--peak-tflops must be positive", peak, "give the device's data sheet's value")

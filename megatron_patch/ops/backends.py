@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.ops import chunked, reference
+from megatron_patch.ops import chunked, reference, sparse
 
 AUTO = "auto"
 
@@ -28,10 +28,11 @@ BACKENDS = {
     for backend in (
         DsaBackend("reference", ("cpu", "cuda"), reference.dsa_attention),
         DsaBackend("chunked", ("cpu", "cuda"), chunked.dsa_attention),
+        DsaBackend("sparse", ("cpu",), sparse.dsa_attention),  # its products are not measured on a GPU
     )
 }
 # What "auto" means on each device: the best backend that this release has for it.
-_AUTO = {"cpu": "chunked", "cuda": "chunked"}
+_AUTO = {"cpu": "sparse", "cuda": "chunked"}
 
 
 def choose_backend(name: str, device_type: str) -> DsaBackend:

@@ -299,7 +299,7 @@ REFUSED = {
     "load nothing": ({"load": "/nonexistent"}, "a --save directory has latest_checkpointed_iteration.txt"),
     "base missing": ({"base_model": "/nonexistent"}, "has none; give the directory that holds config.json"),
     "data missing": ({"data_path": "/nonexistent/x"}, "not readable|missing"),
-    "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto, reference and chunked"),
+    "npu backend": ({"dsa_backend": "npu"}, "DSA backends auto, reference, chunked and sparse"),
     "profile": ({"profile_steps": "5:2"}, "--profile-steps must be A:B"),
     "muon, distributed optimizer": (
         {"optimizer": "muon", "use_distributed_optimizer": True},
