@@ -101,7 +101,7 @@ class StepSettings:
     eval_iters: int = 10
     """Global batches of one evaluation."""
     log_interval: int = 10
-    """Steps between lines in metrics.jsonl; each line is the mean over them."""
+    """Steps between lines in metrics.jsonl; each line is the mean over them, index_recall the last step's."""
     exit_duration_in_mins: float | None = None
     """Save and leave with exit code 0 after this many minutes."""
     max_non_finite_steps: int = 5

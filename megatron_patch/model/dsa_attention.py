@@ -92,6 +92,7 @@ class DsaSelfAttention(MLASelfAttention):
             stage=self.state.stage,
             counted=counted,
             indices=record.indices if self.state.replays else None,
+            recall=self.state.recall and not self.state.replays,
         )
         if record is not None:
             record.indices = result.indices
