@@ -1,8 +1,8 @@
 """The lightning indexer by itself: which keys each query takes, and the gradients that its KL sends back through them.
 
-The score product is the dearest of the op. It is made in tiles that stay in a CPU's second-level cache, so that relu and the
-sum over index heads read no memory; of all scores only those of the chosen keys are kept. The gradients visit the
-chosen keys alone, and make their products again.
+The score product is the dearest of the op. It is made in tiles that stay in a CPU's caches, so that relu and the sum over index
+heads read no memory; of all scores only those of the chosen keys are kept. The gradients make the products again, of late
+queries with the chosen keys alone.
 
 Shape letters: those of reference.py, and C queries of a chunk, K keys up to the last of them.
 """
@@ -17,7 +17,9 @@ from megatron_patch.ops.reference import select_topk, wide
 TILE_BYTES = 4 * 2**20  # of products before the sum over index heads
 TILE_KEYS = 2048  # fewer where the queries fill the tile
 SCORE_BYTES = 8 * 2**20  # of one chunk's scores
-GATHER_BYTES = 16 * 2**20  # of one chunk's keys, products and contributions in the backward pass
+BACKWARD_BYTES = 3 * 2**19  # of one chunk in the backward pass, where everything is used several times
+
+Index = tuple[Tensor, Tensor, Tensor]  # queries, keys and weights
 
 
 def select_document(
@@ -124,44 +126,68 @@ def _newest_of_equals(score_RK: Tensor, last_R1: Tensor, k: int) -> Tensor:
 
 
 def index_gradients(
-    index_query: Tensor,
-    index_key: Tensor,
-    index_weights: Tensor,
+    inputs: Index,
     chosen_NS: Tensor,
     begin: int,
     d_score_NS: Tensor,
     d_kl: Tensor,
-    into: tuple[Tensor, Tensor, Tensor],
+    early: int,
+    into: Index,
 ) -> None:
     """Gradients of d_kl * sum(d_score * I[chosen]) in one document.
 
     With m[t,j,s] = q_I[t,j] . k_I[s]:  dw[t,j] = sum_s dI[t,s] relu(m);  dm[t,j,s] = dI[t,s] w[t,j] [m > 0].
 
     Args:
-        index_query, index_key, index_weights: as for `select_document`.
+        inputs: index_query [N, J, E], index_key [N, E] and index_weights [N, J].
         chosen_NS: int32 [N, S], positions in the pack, -1 at the tail.
         begin: the document's first position.
         d_score_NS: [N, S], zero at the tail.
         d_kl: [], the gradient that arrives.
-        into: takes the gradients of the first three arguments. The first and last are written, in their dtypes; that of
-            the keys, in the precision of the maths, is added to.
+        early: how many queries, from the first, multiply all keys up to their own instead of gathering the chosen ones.
+        into: takes the gradients of the inputs. The first and last are written, in their dtypes; that of the keys, in the
+            precision of the maths, is added to.
     """
-    d_query, d_key_KE, d_weights = into
+    heads, dims = inputs[0].shape[1:]
     n, slots = chosen_NS.shape
-    key_KE, (heads, dims) = wide(index_key), index_query.shape[1:]
-    per_row = slots * (2 * dims + 2 * heads) * key_KE.element_size()
-    step = max(1, min(8, GATHER_BYTES // per_row))  # of few rows: what is gathered is still in the cache when it is used
-    for first in range(0, n, step):
-        rows = slice(first, min(first + step, n))
-        width = min(slots, rows.stop)  # a row has no more keys than it is from the document's start
-        place = chosen_NS[rows, :width].sub(begin).clamp_(min=0).flatten()
-        d_score_CS = d_score_NS[rows, :width] * d_kl
-        query_CJE, weights_CJ1 = wide(index_query[rows]), wide(index_weights[rows])[..., None]
-        key_CSE = key_KE.index_select(0, place).view(-1, width, dims)
-        match_CJS = torch.bmm(query_CJE, key_CSE.transpose(1, 2)).relu_()
-        d_weights[rows] = torch.bmm(match_CJS, d_score_CS[..., None])[..., 0]
-        # The sign of relu's result is its derivative. The weights, constant along the keys, go to the smaller factors.
-        d_match_CJS = match_CJS.sign_().mul_(d_score_CS[:, None])
-        d_query[rows] = torch.bmm(d_match_CJS, key_CSE).mul_(weights_CJ1)
-        d_key_CSE = torch.bmm(d_match_CJS.transpose(1, 2), query_CJE * weights_CJ1)
-        d_key_KE.index_add_(0, place, d_key_CSE.flatten(0, 1))
+    inputs = inputs[0], wide(inputs[1]), inputs[2]
+    numbers = BACKWARD_BYTES // into[1].element_size()
+    masked_step = max(1, numbers // max(1, heads * early))
+    gathered_step = max(1, numbers // (slots * (2 * dims + heads)))
+    for low, high, step, gradients in (
+        (0, early, masked_step, _masked_gradients),
+        (early, n, gathered_step, _gathered_gradients),
+    ):
+        for first in range(low, high, step):
+            rows = slice(first, min(first + step, high))
+            # int64: a sum at such indices is three times as fast as at int32. The tail, of gradient zero, points anywhere.
+            place_CS = chosen_NS[rows].sub(begin).clamp_(min=0).long()
+            gradients(inputs, rows, place_CS, d_score_NS[rows] * d_kl, into)
+
+
+def _masked_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:
+    """`index_gradients` of the queries `rows`, through all keys up to the last of them."""
+    (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
+    query_CJE, weights_CJ = wide(index_query[rows]), wide(index_weights[rows])
+    key_KE = index_key[: rows.stop]
+    d_score_CK = d_score_CS.new_zeros(len(place_CS), rows.stop).scatter_add_(1, place_CS, d_score_CS)
+    match_CJK = (query_CJE.flatten(0, 1) @ key_KE.T).relu_().unflatten(0, weights_CJ.shape)
+    d_weights[rows] = torch.bmm(match_CJK, d_score_CK[..., None])[..., 0]
+    # The sign of relu's result is its derivative. The weights, constant along the keys, go to the smaller factors.
+    d_match = match_CJK.sign_().mul_(d_score_CK[:, None]).flatten(0, 1)
+    d_query[rows] = (d_match @ key_KE).view_as(query_CJE).mul_(weights_CJ[..., None])
+    d_key_KE[: rows.stop].addmm_(d_match.T, (query_CJE * weights_CJ[..., None]).flatten(0, 1))
+
+
+def _gathered_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:
+    """`index_gradients` of the queries `rows`, through their chosen keys alone."""
+    (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
+    query_CJE, weights_CJ1 = wide(index_query[rows]), wide(index_weights[rows])[..., None]
+    place = place_CS.flatten()
+    key_CSE = index_key.index_select(0, place).view(*place_CS.shape, -1)
+    match_CJS = torch.bmm(query_CJE, key_CSE.transpose(1, 2)).relu_()
+    d_weights[rows] = torch.bmm(match_CJS, d_score_CS[..., None])[..., 0]
+    d_match_CJS = match_CJS.sign_().mul_(d_score_CS[:, None])
+    d_query[rows] = torch.bmm(d_match_CJS, key_CSE).mul_(weights_CJ1)
+    d_key_CSE = torch.bmm(d_match_CJS.transpose(1, 2), query_CJE * weights_CJ1)
+    d_key_KE.index_add_(0, place, d_key_CSE.flatten(0, 1))

@@ -115,28 +115,21 @@ class _SparseDsa(torch.autograd.Function):
         constant = [x for x, learns in ((out, call.attention_learns), (kl, call.indexer_learns)) if not learns]
         ctx.mark_non_differentiable(indices, *constant, *([recall] if call.recall else []))
         attention = (query, key, value) if call.attention_learns else (None,) * 3
-        ctx.save_for_backward(*attention, *((*index_inputs, score_TS) if call.indexer_learns else (None,) * 4), indices)
+        index = (*index_inputs, score_TS) if call.indexer_learns else (None,) * 4
+        ctx.save_for_backward(*attention, *index[:3], indices, index[3])
         return out, kl, recall, indices
 
     @staticmethod
     def backward(ctx, d_out, d_kl, *_):
         if torch.is_grad_enabled():  # once_differentiable would let a constant d_out pass, and drop the second gradient
             raise RuntimeError("the sparse DSA op has no second derivative: call backward without create_graph=True")
-        *inputs, d_score_TS, indices = ctx.saved_tensors  # once: under checkpoint a second reading is an error
+        *inputs, indices, d_score_TS = ctx.saved_tensors  # once: under checkpoint a second reading is an error
         call: Call = ctx.call
         d_attention = d_index = (None, None, None)
         if d_out is not None and call.attention_learns:
             d_attention = _attention_gradients(d_out, *inputs[:3], indices, call)
         if d_kl is not None and call.indexer_learns:
-            query, key, weights = inputs[3:]
-            d_query, d_weights = (x.new_empty(x.shape) for x in (query, weights))
-            d_key = wide(key[:0]).new_zeros(key.shape)
-            for doc in call.documents:
-                k = min(call.slots, doc.stop - doc.start)
-                chosen_NS, into = indices[doc, :k], (d_query[doc], d_key[doc], d_weights[doc])
-                document = query[doc], key[doc], weights[doc]
-                index_gradients(*document, chosen_NS, doc.start, d_score_TS[doc, :k], d_kl, into)
-            d_index = d_query, d_key.to(key.dtype), d_weights
+            d_index = _index_gradients(*inputs[3:], indices, d_score_TS, d_kl, call)
         return *d_attention, *d_index, None
 
 
@@ -212,3 +205,16 @@ def _attention_gradients(
                 d_out[here], query[here], key[doc], value[doc], chosen_RS, call.softmax_scale, into
             )
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
+
+
+def _index_gradients(
+    query: Tensor, key: Tensor, weights: Tensor, indices: Tensor, d_score_TS: Tensor, d_kl: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the indexer's three inputs, in their dtypes."""
+    d_query, d_weights = (x.new_empty(x.shape) for x in (query, weights))
+    d_key = wide(key[:0]).new_zeros(key.shape)
+    for doc in call.documents:
+        n, k = doc.stop - doc.start, min(call.slots, doc.stop - doc.start)
+        inputs, into = (query[doc], key[doc], weights[doc]), (d_query[doc], d_key[doc], d_weights[doc])
+        index_gradients(inputs, indices[doc, :k], doc.start, d_score_TS[doc, :k], d_kl, masked_rows(n, k), into)
+    return d_query, d_key.to(key.dtype), d_weights

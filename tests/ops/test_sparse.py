@@ -114,7 +114,7 @@ def test_memory_grows_like_the_tokens(monkeypatch):
 
     largest, kept = _largest_and_kept(op, 512, "sparse")
     longer, longer_kept = _largest_and_kept(op, 1024, "sparse")
-    assert longer <= 2.05 * largest and largest < 4 * 512 * 512 / 2
+    assert longer <= 2.2 * largest and largest < 4 * 512 * 512 / 2
     numbers = 4 * (2 * 5 + 3) + 8 * 4 + 4 + 8  # of query, key, value; of the indexer's three inputs
     loss = 4 * 3  # the factors of `run`'s own loss
     assert kept == 512 * 4 * (numbers + loss + 2 * 16) and longer_kept == 2 * kept
