@@ -1,5 +1,7 @@
 """The benchmark of the DSA layer compares like with like: megatron-core's own class computes what this project's op does."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +30,14 @@ def test_both_sides_compute_the_same_output_and_gradients():
     """In a process of its own: the class is patched, as facts about it say, to run on a CPU at all."""
     done = subprocess.run([sys.executable, "-c", COMPARE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip().endswith("equal"), done.stderr[-2000:]
+
+
+def test_the_quick_form_runs_and_writes_its_rows(tmp_path):
+    """What docs quote comes from this script; its full form takes minutes."""
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "benchmarks/dsa_layer.py", "--quick", "--parts", "sdpa", "--repeats", "1", "--json", str(file)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads(file.read_text())
+    assert row["name"] == "dsa_layer/time_against_sdpa/tokens=512/topk=32" and row["ratio"] == row["theirs"] / row["ours"] > 0

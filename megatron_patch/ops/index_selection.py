@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_patch.ops.reference import select_topk, wide
 
-TILE_BYTES = 4 * 2**20  # of products before the sum over index heads
+TILE_BYTES = 2 * 2**20  # of products before the sum over index heads
 TILE_KEYS = 2048  # fewer where the queries fill the tile
 SCORE_BYTES = 8 * 2**20  # of one chunk's scores
 BACKWARD_BYTES = 3 * 2**19  # of one chunk in the backward pass, where everything is used several times

@@ -147,6 +147,18 @@ def test_recall_is_computed_for_rows_and_evaluations_alone(device, make_settings
     assert all(0 < row["index_recall"] <= 1 for row in evaluations)
 
 
+def test_the_sparse_backend_trains_as_the_chunked_one(device, make_settings, text_prefix, tmp_path):
+    """The loss curve of the op that was the default before, to rounding: warm-up and sparse stage."""
+    curves = {}
+    for backend in ("chunked", "sparse"):
+        train(make_settings(tmp_path / backend, text_prefix, dsa_backend=backend, indexer_warmup_iters=2), PRETRAIN, device)
+        names = ("lm_loss", "indexer_kl", "index_recall", "grad_norm")
+        curves[backend] = [[row[name] for name in names] for row in rows(tmp_path / backend, "train")]
+    assert len(curves["sparse"]) == 6
+    # Measured 1e-7; sums in another order move parameters, and what that does grows from step to step.
+    torch.testing.assert_close(torch.tensor(curves["sparse"]), torch.tensor(curves["chunked"]), rtol=1e-5, atol=0)
+
+
 def test_wandb_offline_and_tensorboard_hold_the_rows(device, make_settings, text_prefix, tmp_path):
     """A resumed run goes on with the same wandb run, and both logs hold each step once."""
     save = tmp_path / "run"
