@@ -102,7 +102,7 @@ class StepSettings:
     eval_iters: int = 10
     """Global batches of one evaluation."""
     log_interval: int = 10
-    """Steps between lines in metrics.jsonl; each line is the mean over them."""
+    """Steps between lines in metrics.jsonl; each line is the mean over them, index_recall the last step's."""
     exit_duration_in_mins: float | None = None
     """Save and leave with exit code 0 after this many minutes."""
     max_non_finite_steps: int = 5
@@ -171,9 +171,10 @@ class PrecisionSettings:
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     device: Literal["cpu", "cuda", "npu"] | None = None
     """Default: what is there."""
-    dsa_backend: Literal["auto", "reference", "chunked", "npu"] = "auto"
+    dsa_backend: Literal["auto", "reference", "chunked", "sparse", "npu"] = "auto"
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
-    definition, whose memory grows with the square of a document's length; npu the fused operators of Ascend."""
+    definition, whose memory grows with the square of a document's length; chunked works through chunks of queries; sparse,
+    for the CPU, computes selected pairs alone; npu the fused operators of Ascend."""
     recompute_dsa: bool = False
     """Keep the inputs of the DSA layers only, and compute the layers again in the backward pass: less memory, more time."""
     deterministic: bool = False

@@ -107,7 +107,8 @@ class DsaSelfAttention(MLASelfAttention):
         if self.backend.absorbed is not None and self.state.stage == SPARSE:
             result = self._absorbed(query, key, latent, index, cu_seqlens, options)
         else:
-            result = self.backend.attention(query, key, value, *index, cu_seqlens, stage=self.state.stage, **options)
+            options |= {"stage": self.state.stage, "recall": self.state.recall and not self.state.replays}
+            result = self.backend.attention(query, key, value, *index, cu_seqlens, **options)
         if record is not None:
             record.indices = result.indices
         tokens = query.size(0) if counted is None else int(counted.sum())

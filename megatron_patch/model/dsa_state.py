@@ -33,6 +33,7 @@ class DsaState:
         kl_grad_scale: what one unit of a layer's summed KL weighs in the gradient: coefficient / counted tokens of
             the global batch, times the factors that megatron-core divides by. Zero outside training.
         counted: bool [T], the real (non-padding) tokens of the micro-batch at hand; None: all.
+        recall: whether the layers compute their recall, which in the sparse stage costs the logits of dense attention.
         bypassed: layers (0-based, global numbers) that pass their input through: participation, and the base's loss.
         kept: losses of base layers' indexers in the micro-batch at hand, which `attach_kept` hands to the backward pass.
         observer: if set, called by base layers with an indexer: (layer, query, key, IndexInputs, cu_seqlens, softmax_scale).
@@ -44,6 +45,7 @@ class DsaState:
     stage: str = SPARSE
     kl_grad_scale: float = 0.0
     counted: Tensor | None = None
+    recall: bool = True
     bypassed: frozenset[int] = frozenset()
     kept: list[Tensor] = field(default_factory=list)
     observer: Callable[..., None] | None = None
@@ -79,16 +81,20 @@ class DsaState:
             self.kept.clear()
         return output
 
-    def report(self, layer: int, kl: Tensor, recall: Tensor, tokens: int) -> None:
-        """Add a layer's sums over one micro-batch; those of a pass that is run again stand already."""
+    def report(self, layer: int, kl: Tensor, recall: Tensor | None, tokens: int) -> None:
+        """Add a layer's sums over one micro-batch; those of a pass that is run again stand already. No recall is NaN."""
         if self.replays:
             return
         self.kl_sum[layer] = self.kl_sum.get(layer, 0) + kl.detach().double()
-        self.recall_sum[layer] = self.recall_sum.get(layer, 0) + recall.detach().double()
+        self.recall_sum[layer] = self.recall_sum.get(layer, 0) + (
+            kl.new_full((), float("nan"), dtype=torch.float64) if recall is None else recall.detach().double()
+        )
         self.tokens[layer] = self.tokens.get(layer, 0) + tokens
 
     def means(self, add_up: Callable[[list[float]], list[float]] | None = None) -> tuple[float, float] | None:
         """(KL in nats per token, recalled attention mass), each a mean over tokens and layers; None: nothing reported.
+
+        The mass is NaN where the layers were not asked for it.
 
         Args:
             add_up: sums each number over the ranks that share the tokens; all of them call `means` then.

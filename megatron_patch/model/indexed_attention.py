@@ -107,6 +107,7 @@ class IndexedSelfAttention(MLASelfAttention):
             softmax_scale=self.softmax_scale,
             stage=DENSE,
             counted=counted,
+            recall=self.state.recall,
         )
         tokens = query.size(0) if counted is None else int(counted.sum())
         self.state.report(self.layer_number - 1, result.indexer_kl, result.index_recall, tokens)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.ops import chunked, npu, npu_limits, reference
+from megatron_patch.ops import chunked, npu, npu_limits, reference, sparse
 from megatron_patch.ops.checks import DsaSizes
 
 AUTO = "auto"
@@ -35,6 +35,7 @@ BACKENDS = {
     for backend in (
         DsaBackend("reference", ("cpu", "cuda", "npu"), reference.dsa_attention),
         DsaBackend("chunked", ("cpu", "cuda", "npu"), chunked.dsa_attention),
+        DsaBackend("sparse", ("cpu",), sparse.dsa_attention),  # its products are not measured on a GPU
         # The dense stage and the indexers of base layers, which learn from dense attention, are plain torch there as well.
         DsaBackend("npu", ("npu",), chunked.dsa_attention, npu.absorbed_attention, npu_limits.check, npu_limits.describe),
     )

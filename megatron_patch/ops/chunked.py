@@ -4,9 +4,7 @@ A chunk is a run of queries of one document with all keys of that document up to
 selection, attention and KL are dropped before the next one begins, so the workspace is O(chunk x keys). For the backward
 pass remain query, key and value as they came, the selected positions, and three finished gradients:
 
-* Attention probabilities P are computed again from the logits. With G = d loss / d out, per head:
-
-      dV = P^T G;  dP = G V^T;  d logit = P * (dP - rowsum(P * dP));  dQ = scale * d logit K;  dK = scale * d logit^T Q
+* Attention probabilities are computed again from the logits: `masked.attention_gradients`.
 
 * The KL's gradient has a closed form, p being constant. With m[t,j,s] = q_I[t,j] . k_I[s]:
 
@@ -15,21 +13,18 @@ pass remain query, key and value as they came, the selected positions, and three
   and from dm those of q_I and k_I. All it takes is at hand in the forward pass, which computes it there, for a KL of
   weight 1; the backward pass scales it. The index scores, the dearest product, are thus computed once.
 
-The softmax is normalised again in the backward pass instead of by a saved log-sum-exp: at logits of 1e5, which fp32
-resolves to 1e-2, exp(logit - log-sum-exp) would not sum to 1.
-
 Shape letters: those of reference.py, and C queries of a chunk, K keys that they may see.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_patch.ops.checks import check_inputs, check_selection
+from megatron_patch.ops import masked
+from megatron_patch.ops.call import Call, accept
 from megatron_patch.ops.reference import DsaOutput, Stage, select_topk, selection_mask, wide
 
 # Of one chunk's workspace. On a CPU, products of a few dozen rows are as fast as larger ones.
@@ -51,6 +46,7 @@ def dsa_attention(
     stage: Stage = "sparse",
     counted: Tensor | None = None,
     indices: Tensor | None = None,
+    recall: bool = True,
 ) -> DsaOutput:
     """Causal attention inside each packed document, with the lightning indexer's selection and loss.
 
@@ -61,22 +57,9 @@ def dsa_attention(
         ValueError: as there.
         RuntimeError: in a backward pass that is to be differentiated itself (`create_graph=True`).
     """
-    ends = check_inputs(query, key, value, index_query, index_key, index_weights, cu_seqlens, topk, stage, counted)
-    if indices is not None:
-        check_selection(indices, cu_seqlens)
-    longest = max(end - begin for begin, end in pairwise(ends))
-    recorded = torch.is_grad_enabled()
-    call = _Call(
-        ends=ends,
-        slots=min(topk, longest) if indices is None else indices.shape[1],
-        softmax_scale=softmax_scale,
-        sparse=stage == "sparse",
-        counted_T=counted,
-        forced_TS=indices,
-        attention_learns=recorded and any(x.requires_grad for x in (query, key, value)),
-        indexer_learns=recorded and any(x.requires_grad for x in (index_query, index_key, index_weights)),
-    )
-    return DsaOutput(*_ChunkedDsa.apply(query, key, value, index_query, index_key, index_weights, call))
+    attention, index = (query, key, value), (index_query, index_key, index_weights)
+    call = accept(attention, index, cu_seqlens, topk, softmax_scale, stage, counted, indices, recall)
+    return DsaOutput(*_ChunkedDsa.apply(*attention, *index, call))
 
 
 def chunk_rows(num_keys: int, heads: int, index_heads: int, element_bytes: int = 4) -> int:
@@ -91,20 +74,6 @@ def chunk_rows(num_keys: int, heads: int, index_heads: int, element_bytes: int =
     """
     per_row = num_keys * (element_bytes * (index_heads + 2 * heads) + PAIR_BYTES)
     return max(1, min(num_keys, CHUNK_BYTES // per_row))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments without a gradient. `ends` is cu_seqlens, `slots` the width of the selection."""
-
-    ends: list[int]
-    slots: int
-    softmax_scale: float
-    sparse: bool
-    counted_T: Tensor | None
-    forced_TS: Tensor | None  # positions in the pack
-    attention_learns: bool
-    indexer_learns: bool
 
 
 class _Chunk(NamedTuple):
@@ -139,8 +108,8 @@ def _chunks(ends: list[int], heads: int, index_heads: int, element_bytes: int) -
 
 class _ChunkedDsa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index_query, index_key, index_weights, call: _Call):
-        """(out [T, H, V], KL [], recall [], indices int32 [T, S])."""
+    def forward(ctx, query, key, value, index_query, index_key, index_weights, call: Call):
+        """(out [T, H, V], KL [], recall [] or None, indices int32 [T, S])."""
         tokens, heads, _ = query.shape
         out = value.new_empty(value.shape)
         kl_T, recall_T = (x.new_empty(tokens, dtype=_wide_dtype(x)) for x in (index_weights, query))
@@ -160,10 +129,14 @@ class _ChunkedDsa(torch.autograd.Function):
             indices[rows, : chosen_CS.shape[1]] = chunk.to_pack(chosen_CS)
             selected_CK = selection_mask(chosen_CS, causal_CK.shape[1])
 
-            out[rows], target_CK, recall_T[rows] = _attend(
-                query[rows], key[keys], value[keys], call, causal_CK, selected_CK
-            )
+            logit_HCK = masked.logits(query[rows], key[keys], call.softmax_scale, causal_CK)
+            if call.recall:
+                recall_T[rows] = masked.dense_mass(logit_HCK, selected_CK)
             attended_CK = selected_CK if call.sparse else causal_CK
+            if call.sparse:
+                logit_HCK.add_(masked.additive(selected_CK, logit_HCK.dtype))
+            out[rows], target_CK = masked.output_and_target(logit_HCK, value[keys])
+            del logit_HCK
             kl_T[rows], d_score_CK = _kl(target_CK, score_CK, attended_CK)
             if call.indexer_learns:
                 if call.counted_T is not None:
@@ -175,11 +148,11 @@ class _ChunkedDsa(torch.autograd.Function):
 
         if call.counted_T is not None:
             kl_T, recall_T = kl_T[call.counted_T], recall_T[call.counted_T]
-        kl, recall = kl_T.sum(), recall_T.sum()
+        kl, recall = kl_T.sum(), recall_T.sum() if call.recall else None
         ctx.call, ctx.index_dtypes = call, [x.dtype for x in index_inputs]
         ctx.set_materialize_grads(False)  # a result that no loss uses costs no backward work
         constant = [x for x, learns in ((out, call.attention_learns), (kl, call.indexer_learns)) if not learns]
-        ctx.mark_non_differentiable(recall, indices, *constant)
+        ctx.mark_non_differentiable(indices, *constant, *([recall] if call.recall else []))
         # Indices are what a sparse stage needs to find its mask again.
         attention = (query, key, value, indices if call.sparse else None) if call.attention_learns else (None,) * 4
         ctx.save_for_backward(*attention, *d_index)
@@ -216,32 +189,6 @@ def _index_gradients(
     return d_query_CJE, d_key_KE, d_weights_CJ
 
 
-def _attend(
-    query_CHD: Tensor, key_KHD: Tensor, value_KHV: Tensor, call: _Call, causal_CK: Tensor, selected_CK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [C, H, V], p [C, K], dense mass inside the selection [C])."""
-    logit_HCK = _logits(query_CHD, key_KHD, call.softmax_scale, causal_CK)
-    prob_HCK = logit_HCK.softmax(-1)
-    recall_C = (prob_HCK.mean(0) * selected_CK).sum(-1)
-    if call.sparse:
-        del prob_HCK
-        prob_HCK = logit_HCK.add_(_additive(selected_CK, logit_HCK.dtype)).softmax(-1)
-    out_HCV = torch.bmm(prob_HCK, wide(value_KHV).transpose(0, 1))
-    target_CK = prob_HCK.sum(0)
-    return out_HCV.transpose(0, 1), target_CK / target_CK.sum(-1, keepdim=True), recall_C
-
-
-def _logits(query_CHD: Tensor, key_KHD: Tensor, softmax_scale: float, allowed_CK: Tensor) -> Tensor:
-    """Scaled logits [H, C, K], -inf where not allowed."""
-    logit_HCK = torch.bmm((wide(query_CHD) * softmax_scale).transpose(0, 1), wide(key_KHD).permute(1, 2, 0))
-    return logit_HCK.add_(_additive(allowed_CK, logit_HCK.dtype))
-
-
-def _additive(allowed_CK: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, else -inf: on a CPU, adding it to all heads is 50 times as fast as filling by a mask."""
-    return torch.zeros(allowed_CK.shape, dtype=dtype, device=allowed_CK.device).masked_fill_(~allowed_CK, float("-inf"))
-
-
 def _kl(target_CK: Tensor, score_CK: Tensor, attended_CK: Tensor) -> tuple[Tensor, Tensor]:
     """(KL [C], its gradient softmax(I) - p [C, K]): equations (3) and (4)."""
     log_index_CK = score_CK.masked_fill(~attended_CK, float("-inf")).log_softmax(-1)
@@ -250,31 +197,20 @@ def _kl(target_CK: Tensor, score_CK: Tensor, attended_CK: Tensor) -> tuple[Tenso
 
 
 def _attention_gradients(
-    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, indices: Tensor | None, call: _Call
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, indices: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes. `indices` is None where all causal keys are attended to."""
     heads, dtype = query.shape[1], _wide_dtype(query)
-    d_query = torch.empty_like(query)
-    d_key_HTD, d_value_HTV = (torch.zeros_like(x.transpose(0, 1), dtype=_wide_dtype(x)) for x in (key, value))
+    d_query = query.new_empty(query.shape)
+    d_key, d_value = (x.new_zeros(x.shape, dtype=_wide_dtype(x)) for x in (key, value))
     for chunk in _chunks(call.ends, heads, 0, dtype.itemsize):
         rows, keys = chunk
         allowed_CK = chunk.causal_mask(query.device)
         if indices is not None:
             allowed_CK = selection_mask(chunk.from_pack(indices), allowed_CK.shape[1])
-        prob_HCK = _logits(query[rows], key[keys], call.softmax_scale, allowed_CK).softmax(-1)
-        d_out_HCV = wide(d_out[rows]).transpose(0, 1)
-        d_value_HTV[:, keys].baddbmm_(prob_HCK.transpose(1, 2), d_out_HCV)
-        d_logit_HCK = torch.bmm(d_out_HCV, wide(value[keys]).permute(1, 2, 0)).mul_(prob_HCK)
-        d_logit_HCK.addcmul_(prob_HCK, d_logit_HCK.sum(-1, keepdim=True), value=-1)
-        d_query_HCD = torch.bmm(d_logit_HCK, wide(key[keys]).transpose(0, 1)).mul_(call.softmax_scale)
-        d_query[rows] = d_query_HCD.transpose(0, 1)
-        query_HCD = wide(query[rows]).transpose(0, 1)
-        d_key_HTD[:, keys].baddbmm_(d_logit_HCK.transpose(1, 2), query_HCD, alpha=call.softmax_scale)
-        del prob_HCK, d_logit_HCK  # before the next chunk's are made
-    d_key, d_value = (
-        x.transpose(0, 1).to(like.dtype).contiguous() for x, like in ((d_key_HTD, key), (d_value_HTV, value))
-    )
-    return d_query, d_key, d_value
+        into = d_query[rows], d_key[keys], d_value[keys]
+        masked.attention_gradients(d_out[rows], query[rows], key[keys], value[keys], allowed_CK, call.softmax_scale, into)
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

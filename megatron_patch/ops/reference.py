@@ -42,13 +42,13 @@ class DsaOutput(NamedTuple):
     out: [T, H, V], value's dtype.
     indexer_kl: [], fp32 (fp64 for fp64 inputs), nats. SUM over counted queries. Gradient to index_* only.
     index_recall: [], same dtype, no gradient. SUM over counted queries of the dense attention mass (mean over heads)
-        inside the selected set; 1 per query would be a perfect choice.
+        inside the selected set; 1 per query would be a perfect choice. None where it was not asked for.
     indices: [T, S] int32, selected positions in the pack, ascending, -1 at the tail; S = min(topk, longest document).
     """
 
     out: Tensor
     indexer_kl: Tensor
-    index_recall: Tensor
+    index_recall: Tensor | None
     indices: Tensor
 
 
@@ -66,6 +66,7 @@ def dsa_attention(
     stage: Stage = "sparse",
     counted: Tensor | None = None,
     indices: Tensor | None = None,
+    recall: bool = True,
 ) -> DsaOutput:
     """Causal attention inside each packed document, with the lightning indexer's selection and loss.
 
@@ -84,6 +85,7 @@ def dsa_attention(
         counted: bool [T], queries that count in `indexer_kl` and `index_recall`; None counts all.
         indices: a selection to use in place of the indexer's own, in the form of `DsaOutput.indices` with any number of
             slots, e.g. one recorded by another forward pass.
+        recall: whether `index_recall` is wanted. In the sparse stage it takes the dense attention, which nothing else needs.
 
     Raises:
         ValueError: shapes, dtypes, `cu_seqlens` or a forced selection that break the above; a forced selection that is
@@ -112,8 +114,9 @@ def dsa_attention(
                 forced_NS=forced_NS,
             )
         )
-    out, kl, recall, chosen = zip(*parts, strict=True)
-    return DsaOutput(torch.cat(out), torch.stack(kl).sum(), torch.stack(recall).sum(), torch.cat(chosen))
+    out, kl, recall_parts, chosen = zip(*parts, strict=True)
+    mass = torch.stack(recall_parts).sum() if recall else None
+    return DsaOutput(torch.cat(out), torch.stack(kl).sum(), mass, torch.cat(chosen))
 
 
 def index_scores(index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class HeldoutEvaluation:
                     self._base = self._documents()
                 finally:
                     self.state.bypassed = frozenset()
-            self.state.stage = stage
+            self.state.stage, self.state.recall = stage, True
             self.state.reset()
             sums, counts = self._documents()
             add_up = partial(sum_over_ranks, device=self.device)

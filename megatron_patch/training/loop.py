@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_patch.checkpoint.save import save_checkpoint
-from megatron_patch.config import BASE_INDEXERS, TrainSettings
+from megatron_patch.config import BASE_INDEXERS, StepSettings, TrainSettings
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
 from megatron_patch.errors import NonFiniteError, UserError
@@ -62,6 +62,7 @@ def _train(run: Run, stop: StopRequest) -> int:
                 break
             batches = list(islice(run.data.train, run.micro_batches))
             rate = run.optimizer.param_groups[0]["lr"]
+            run.state.recall = _is_logged(steps, progress.iteration + 1)
             result = run.step(batches, stage_at(settings, progress.iteration))
             progress.iteration += 1
             progress.consumed_samples += steps.global_batch_size
@@ -101,6 +102,11 @@ def _train(run: Run, stop: StopRequest) -> int:
         why = f" ({reason})" if progress.iteration < steps.train_iters else ""
         print(f"saved iteration {progress.iteration} of {steps.train_iters} to {settings.output.save}{why}")
     return 0
+
+
+def _is_logged(steps: StepSettings, iteration: int) -> bool:
+    """Whether a row ends with this step: it alone computes the recall, which costs the logits of dense attention."""
+    return iteration % steps.log_interval == 0 or iteration == steps.train_iters
 
 
 def _bar(run: Run) -> tqdm:
@@ -146,7 +152,7 @@ def _mfu(run: Run, tflops: float) -> float | None:
 
 
 def _log(run: Run, results: deque[StepResult], rate: float) -> None:
-    """A row of means over the steps since the last row."""
+    """A row of means over the steps since the last row; the recall is the last step's, null where that step was skipped."""
 
     def mean(name: str) -> float:
         return math.fsum(getattr(result, name) for result in results) / len(results)
@@ -160,7 +166,7 @@ def _log(run: Run, results: deque[StepResult], rate: float) -> None:
         consumed_tokens=run.progress.consumed_tokens,
         lm_loss=mean("lm_loss"),
         indexer_kl=mean("indexer_kl"),
-        index_recall=mean("index_recall"),
+        index_recall=results[-1].index_recall,
         grad_norm=mean("grad_norm"),
         learning_rate=rate,
         tokens_per_second=tokens / seconds,

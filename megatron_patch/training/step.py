@@ -25,8 +25,8 @@ from megatron_patch.training.optimizer import gradients_are_finite
 class StepResult:
     """What one step did. Losses are means over the tokens of the global batch, in nats.
 
-    `indexer_kl` and `index_recall` are means over DSA layers too; `grad_norm` is before clipping. A skipped step
-    changed no parameter. `flops` are the model's, over all ranks (`planning.flops`).
+    `indexer_kl` and `index_recall` are means over DSA layers too; the recall is NaN unless the state asked for it.
+    `grad_norm` is before clipping. A skipped step changed no parameter. `flops` are the model's, over all ranks (`planning.flops`).
     """
 
     lm_loss: float

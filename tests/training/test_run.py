@@ -1,6 +1,7 @@
 """Whole runs: resume, freeze, stop, skip, and what they leave behind."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -130,6 +131,35 @@ def test_a_run_leaves_what_the_interface_says(device, make_settings, text_prefix
     assert all(row["tflops_per_device"] > 0 and row["mfu"] == row["tflops_per_device"] / 2 for row in trained)
     weights = load_file(save / "iter_0000006/model.safetensors")
     assert all(name.startswith(("decoder.layers.3.", "decoder.layers.4.")) for name in weights)
+
+
+def test_recall_is_computed_for_rows_and_evaluations_alone(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    """It costs the logits of dense attention in every DSA layer. The other numbers stay means over the row's steps."""
+    run_step, results = setup.TrainStep.__call__, []
+
+    def spy(self, batches, stage):
+        results.append(run_step(self, batches, stage))
+        return results[-1]
+
+    monkeypatch.setattr(setup.TrainStep, "__call__", spy)
+    train(make_settings(tmp_path / "run", text_prefix, log_interval=4, eval_interval=3), PRETRAIN, device)
+    assert [math.isnan(result.index_recall) for result in results] == [True, True, True, False, True, False]
+    trained, evaluations = rows(tmp_path / "run", "train"), rows(tmp_path / "run", "eval")
+    assert [row["index_recall"] for row in trained] == [results[3].index_recall, results[5].index_recall]
+    assert trained[1]["indexer_kl"] == pytest.approx((results[4].indexer_kl + results[5].indexer_kl) / 2)
+    assert all(0 < row["index_recall"] <= 1 for row in evaluations)
+
+
+def test_the_sparse_backend_trains_as_the_chunked_one(device, make_settings, text_prefix, tmp_path):
+    """The loss curve of the op that was the default before, to rounding: warm-up and sparse stage."""
+    curves = {}
+    for backend in ("chunked", "sparse"):
+        train(make_settings(tmp_path / backend, text_prefix, dsa_backend=backend, indexer_warmup_iters=2), PRETRAIN, device)
+        names = ("lm_loss", "indexer_kl", "index_recall", "grad_norm")
+        curves[backend] = [[row[name] for name in names] for row in rows(tmp_path / backend, "train")]
+    assert len(curves["sparse"]) == 6
+    # Measured 1e-7; sums in another order move parameters, and what that does grows from step to step.
+    torch.testing.assert_close(torch.tensor(curves["sparse"]), torch.tensor(curves["chunked"]), rtol=1e-5, atol=0)
 
 
 def test_wandb_offline_and_tensorboard_hold_the_rows(device, make_settings, text_prefix, tmp_path):

@@ -1,4 +1,5 @@
-"""The chunked op against the definition, forward and every gradient, and its promise: nothing of size tokens x tokens.
+"""The chunked and the sparse op against the definition, forward and every gradient, and their promise: nothing of size
+tokens x tokens.
 
 What holds for every backend (plain loops, finite differences, packing, ties, refusals) is tested beside the reference.
 """
@@ -8,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patch.ops import chunked, reference
+from megatron_patch.ops import chunked, reference, sparse, sparse_rows
 from megatron_patch.ops.backends import choose_backend
 
 from .inputs import NAMES, make_inputs
@@ -47,27 +48,52 @@ def assert_same(ours, theirs, dtype):
         )
 
 
-@pytest.fixture(params=[1, 7, 1000], ids=lambda rows: f"rows{rows}")
-def rows(request, monkeypatch):
-    """How many queries a chunk has: one, an odd number that divides no document, more than there are."""
-    monkeypatch.setattr(chunked, "chunk_rows", lambda *sizes: request.param)
-    return request.param
+# How the queries are cut: into one, an odd number that divides no document, more than there are. The sparse op has two ways
+# to attend, of which it would take the masked one for most of these queries.
+FORMS = {
+    "chunked, 1 row": (chunked, {"chunk_rows": lambda *sizes: 1}),
+    "chunked, 7 rows": (chunked, {"chunk_rows": lambda *sizes: 7}),
+    "chunked, all rows": (chunked, {}),
+    "sparse": (sparse, {}),
+    "sparse, masked": (sparse, {"MASKED_POSITIONS": 1000, "MASKED_BYTES": 4000}),  # at most 3 rows of 40 keys in fp64
+    "sparse, 1 row": (sparse, {"MASKED_POSITIONS": 0, "MASKED_BYTES": 1, "block_rows": lambda *sizes: 1}),
+    "sparse, 7 rows": (sparse, {"MASKED_POSITIONS": 0, "block_rows": lambda *sizes: 7}),
+}
+
+
+def choose_form(name, monkeypatch):
+    module, how = FORMS[name]
+    for what, value in how.items():
+        monkeypatch.setattr(sparse_rows if what == "block_rows" else module, what, value)
+    return module
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """A module whose `dsa_attention` is under test."""
+    return choose_form(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["chunked, all rows", "sparse, 7 rows"])
+def one_form(request, monkeypatch):
+    """One of each module, where the cut is of no interest."""
+    return choose_form(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 @pytest.mark.parametrize("topk", [1, 6, 40, 100])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_equals_the_reference(rows, stage, topk, dtype):
+def test_equals_the_reference(form, stage, topk, dtype):
     """Top-k below, at and above the longest document; documents of one token, none, and several chunks."""
     inputs = make_inputs(LENGTHS, dtype=dtype, index_heads=5)
     options = {"topk": topk, "stage": stage}
-    assert_same(*(run(m.dsa_attention, inputs, **options) for m in (chunked, reference)), dtype)
+    assert_same(*(run(m.dsa_attention, inputs, **options) for m in (form, reference)), dtype)
     options["counted"] = torch.arange(T) % 3 > 0
-    assert_same(*(run(m.dsa_attention, inputs, **options) for m in (chunked, reference)), dtype)
+    assert_same(*(run(m.dsa_attention, inputs, **options) for m in (form, reference)), dtype)
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_forced_selection_equals_the_references(rows, stage):
+def test_forced_selection_equals_the_references(form, stage):
     """The reference's own choice, one of other width and int64, and one that leaves the indexer's choice aside."""
     inputs = make_inputs(LENGTHS)
     begins = [b for b, n in zip(inputs["cu_seqlens"].tolist(), LENGTHS, strict=False) for _ in range(n)]
@@ -75,13 +101,13 @@ def test_forced_selection_equals_the_references(rows, stage):
     own = reference.dsa_attention(**inputs, topk=6, softmax_scale=SCALE).indices
     for indices in (own, window):
         options = {"stage": stage, "indices": indices}
-        ours, theirs = (run(m.dsa_attention, inputs, **options) for m in (chunked, reference))
+        ours, theirs = (run(m.dsa_attention, inputs, **options) for m in (form, reference))
         assert_same(ours, theirs, torch.float64)
         assert ours[0].indices.dtype == torch.int32 and torch.equal(ours[0].indices.long(), indices.long())
 
 
 @pytest.mark.parametrize("kind", ["zero weights", "quantised", "signed zeros"])
-def test_ties_go_to_the_newest_as_in_the_reference(rows, kind):
+def test_ties_go_to_the_newest_as_in_the_reference(form, kind):
     """Scores that tie exactly, in any order of summing: whole rows of zeros, few small integers, -0.0 beside 0.0."""
     inputs = make_inputs(LENGTHS, dtype=torch.float32)
     values = {n: inputs[n].detach().mul(2).round() for n in NAMES[3:]}
@@ -91,16 +117,16 @@ def test_ties_go_to_the_newest_as_in_the_reference(rows, kind):
         values["index_weights"] = -values["index_weights"].abs()
         values["index_query"][:, :, 1:] = 0  # half of all products are cut to 0 by relu
     inputs |= {n: x.requires_grad_() for n, x in values.items()}
-    ours, theirs = (run(m.dsa_attention, inputs) for m in (chunked, reference))
+    ours, theirs = (run(m.dsa_attention, inputs) for m in (form, reference))
     assert_same(ours, theirs, torch.float32)
 
 
-def test_a_broken_indexer_shows_as_in_the_reference(rows):
+def test_a_broken_indexer_shows_as_in_the_reference(form):
     """NaN and infinite scores: the same keys, a KL of NaN, and no harm to the documents beside."""
     for value in (float("nan"), float("inf")):
         inputs = make_inputs(LENGTHS)
         inputs["index_weights"].data[20] = value
-        a, b = (m.dsa_attention(**inputs, topk=6, softmax_scale=SCALE) for m in (chunked, reference))
+        a, b = (m.dsa_attention(**inputs, topk=6, softmax_scale=SCALE) for m in (form, reference))
         assert torch.equal(a.indices, b.indices)
         assert a.indexer_kl.isnan() and b.indexer_kl.isnan()
         (ours,) = torch.autograd.grad(a.indexer_kl, inputs["index_query"])
@@ -108,51 +134,52 @@ def test_a_broken_indexer_shows_as_in_the_reference(rows):
 
 
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
-def test_sharp_attention_stays_normalised(stage):
+def test_sharp_attention_stays_normalised(one_form, stage):
     """Logits of 1e5 in fp32: a saved log-sum-exp is exact to 1e-2 there, and probabilities from it would not sum to 1."""
     inputs = make_inputs([30], dtype=torch.float32)
     inputs["query"].data *= 1e5
     inputs["value"] = torch.ones_like(inputs["value"]).requires_grad_()
-    result, gradients = run(chunked.dsa_attention, inputs, stage=stage)
+    result, gradients = run(one_form.dsa_attention, inputs, stage=stage)
     torch.testing.assert_close(result.out, torch.ones_like(result.out))
     noise = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).float()
     torch.testing.assert_close(gradients[2].sum(0), noise.sum(0), rtol=1e-4, atol=1e-4)  # each row's weights sum to 1
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_forward_without_gradients_is_the_same_and_skips_their_work(rows, monkeypatch):
+def test_forward_without_gradients_is_the_same_and_skips_their_work(form, monkeypatch):
     inputs = make_inputs(LENGTHS, dtype=torch.float32)
-    with_grad = chunked.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
+    with_grad = form.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
     monkeypatch.setattr(chunked, "_index_gradients", None)
+    monkeypatch.setattr(sparse, "index_gradients", None)
     with torch.no_grad():
-        without = chunked.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
+        without = form.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
     fixed = {n: x.detach() for n, x in inputs.items()}
-    constant = chunked.dsa_attention(**fixed, topk=6, softmax_scale=SCALE)
+    constant = form.dsa_attention(**fixed, topk=6, softmax_scale=SCALE)
     for other in (without, constant):
         assert not any(x.requires_grad for x in other)
         assert all(torch.equal(a, b) for a, b in zip(with_grad, other, strict=True))
 
 
 @pytest.mark.parametrize("learn", [*((n,) for n in NAMES), NAMES[:3], NAMES[3:], ("value", "index_key")], ids="+".join)
-def test_some_inputs_learn(learn):
+def test_some_inputs_learn(one_form, learn):
     """Gradients do not depend on who else learns, and a result learns if and only if the reference's does."""
     inputs = make_inputs(LENGTHS)
-    _, full = run(chunked.dsa_attention, inputs)
+    _, full = run(one_form.dsa_attention, inputs)
     some = {n: x.detach().requires_grad_(n in learn) if n in NAMES else x for n, x in inputs.items()}
-    result, gradients = run(chunked.dsa_attention, some, learn=learn)
+    result, gradients = run(one_form.dsa_attention, some, learn=learn)
     for n, a, b in zip(NAMES, gradients, full, strict=True):
         assert a is None if n not in learn else torch.equal(a, b), n
     theirs = reference.dsa_attention(**some, topk=6, softmax_scale=SCALE)
     assert [x.requires_grad for x in result] == [x.requires_grad for x in theirs]
 
 
-def test_two_micro_batches_in_flight():
+def test_two_micro_batches_in_flight(one_form):
     """A pipeline's order, forward 1, forward 2, backward 1, backward 2, and each backward a second time."""
     packs = [make_inputs(LENGTHS, seed=seed) for seed in (0, 1)]
-    alone = [run(chunked.dsa_attention, p)[1] for p in packs]
+    alone = [run(one_form.dsa_attention, p)[1] for p in packs]
     losses = []
     for p in packs:
-        result = chunked.dsa_attention(**p, topk=6, softmax_scale=SCALE)
+        result = one_form.dsa_attention(**p, topk=6, softmax_scale=SCALE)
         noise = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         losses.append((result.out * noise).sum() + 0.7 * result.indexer_kl)
     for _ in range(2):
@@ -162,14 +189,14 @@ def test_two_micro_batches_in_flight():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_by_checkpoint(use_reentrant):
+def test_recomputed_by_checkpoint(one_form, use_reentrant):
     inputs = make_inputs(LENGTHS)
-    _, expected = run(chunked.dsa_attention, inputs)
+    _, expected = run(one_form.dsa_attention, inputs)
     leaves = [inputs[n] for n in NAMES]
     cu_seqlens = inputs["cu_seqlens"]
 
     def op(*tensors):
-        return tuple(chunked.dsa_attention(*tensors, cu_seqlens, topk=6, softmax_scale=SCALE))[:2]
+        return tuple(one_form.dsa_attention(*tensors, cu_seqlens, topk=6, softmax_scale=SCALE))[:2]
 
     out, kl = checkpoint(op, *leaves, use_reentrant=use_reentrant)
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -177,7 +204,7 @@ def test_recomputed_by_checkpoint(use_reentrant):
     assert all(torch.equal(x.grad, b) for x, b in zip(leaves, expected, strict=True))
 
 
-def test_layouts_in_memory_do_not_matter():
+def test_layouts_in_memory_do_not_matter(one_form):
     """Views with other strides, a key that all heads share by expansion, and an expanded gradient, as from sum()."""
     plain = make_inputs(LENGTHS)
     plain["key"] = plain["key"].detach()[:, :1].clone().requires_grad_()
@@ -187,16 +214,16 @@ def test_layouts_in_memory_do_not_matter():
     results = []
     for leaves, layout in ((plain, torch.Tensor.contiguous), (strided, lambda x: x)):
         inputs = leaves | {"key": layout(leaves["key"].expand(-1, 2, -1))}
-        result = chunked.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
+        result = one_form.dsa_attention(**inputs, topk=6, softmax_scale=SCALE)
         results.append(torch.autograd.grad(result.out.sum() + result.indexer_kl, [leaves[n] for n in NAMES]))
     for n, a, b in zip(NAMES, *results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=n)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_refused(one_form):
     """Not left out in silence, also where the gradient that arrives is a constant."""
     inputs = make_inputs([5])
-    result = chunked.dsa_attention(**inputs, topk=2, softmax_scale=SCALE)
+    result = one_form.dsa_attention(**inputs, topk=2, softmax_scale=SCALE)
     for loss in (result.out.sum(), result.out.square().sum(), result.indexer_kl):
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(loss, [inputs[n] for n in NAMES], create_graph=True, allow_unused=True)
@@ -210,7 +237,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and x.layout == torch.strided:  # a sparse tensor's parts are seen by themselves
                 self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
         return result
 
@@ -252,11 +279,13 @@ def test_chunk_rows():
     assert chunked.chunk_rows(10**8, 16, 64) == 1
 
 
-def test_auto_is_the_chunked_op():
+def test_auto_is_chunked_where_nothing_else_has_run_whole_journeys():
     for device in ("cpu", "cuda"):
         assert choose_backend("auto", device).attention is chunked.dsa_attention
+    assert choose_backend("sparse", "cpu").attention is sparse.dsa_attention
+    for device in ("cpu", "cuda"):
         assert choose_backend("reference", device).attention is reference.dsa_attention
-    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked, npu"):
+    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked, sparse, npu"):
         choose_backend("fast", "cpu")
     with pytest.raises(ValueError, match="runs on cpu, cuda, npu, not on 'xpu'"):
         choose_backend("chunked", "xpu")

@@ -1,0 +1,193 @@
+"""The lightning indexer by itself: which keys each query takes, and the gradients that its KL sends back through them.
+
+The score product is the dearest of the op. It is made in tiles that stay in a CPU's caches, so that relu and the sum over index
+heads read no memory; of all scores only those of the chosen keys are kept. The gradients make the products again, of late
+queries with the chosen keys alone.
+
+Shape letters: those of reference.py, and C queries of a chunk, K keys up to the last of them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_patch.ops.reference import select_topk, wide
+
+TILE_BYTES = 2 * 2**20  # of products before the sum over index heads
+TILE_KEYS = 2048  # fewer where the queries fill the tile
+SCORE_BYTES = 8 * 2**20  # of one chunk's scores
+BACKWARD_BYTES = 3 * 2**19  # of one chunk in the backward pass, where everything is used several times
+
+Index = tuple[Tensor, Tensor, Tensor]  # queries, keys and weights
+
+
+def select_document(
+    index_query: Tensor,
+    index_key: Tensor,
+    index_weights: Tensor,
+    k: int,
+    forced_NS: Tensor | None,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Each query's keys in one document, as `reference.select_topk` chooses them, and their scores.
+
+    Args:
+        index_query: [N, J, E].
+        index_key: [N, E].
+        index_weights: [N, J].
+        k: how many keys a query may take; at most N.
+        forced_NS: int32 [N, S], a selection to take instead: positions in the document, -1 at the tail.
+        into: takes the positions in the document, int32 [N, S], ascending, and their scores [N, S], in the precision of
+            the maths. Filled with -1 and -inf beforehand, which the tails keep.
+    """
+    chosen_NS, score_NS = into
+    key_KE, weights = wide(index_key), wide(index_weights)
+    for rows in _score_chunks(len(key_KE), *weights.shape[1:], k, weights.element_size()):
+        score_CK = _causal_scores(wide(index_query[rows]), key_KE[: rows.stop], weights[rows])
+        if forced_NS is not None:
+            chosen_CS = forced_NS[rows]
+        elif rows.stop <= k:
+            chosen_CS = _all_causal(score_CK, rows)
+        else:
+            chosen_CS = _largest(score_CK, k)
+        width = chosen_CS.shape[1]
+        chosen_NS[rows, :width] = chosen_CS
+        score_CS = score_CK.gather(1, chosen_CS.clamp(min=0).long())
+        score_NS[rows, :width] = score_CS.masked_fill_(chosen_CS < 0, float("-inf"))
+    return chosen_NS, score_NS
+
+
+def _score_chunks(n: int, heads: int, k: int, element_bytes: int) -> Iterator[slice]:
+    """The document's queries: at least 512 rows of a product where memory allows, and none across row k."""
+    wanted = max(16, 512 // heads)
+    step = max(1, min(wanted, SCORE_BYTES // (n * element_bytes), TILE_BYTES // (heads * element_bytes)))
+    for low, high in ((0, min(k, n)), (min(k, n), n)):
+        for first in range(low, high, step):
+            yield slice(first, min(first + step, high))
+
+
+def _causal_scores(query_CJE: Tensor, key_KE: Tensor, weights_CJ: Tensor) -> Tensor:
+    """I [C, K] of the last C queries, -inf in the future: equation (1)."""
+    rows, keys = len(query_CJE), len(key_KE)
+    heads = weights_CJ.shape[1]
+    flat = query_CJE.flatten(0, 1)
+    step = max(1, min(TILE_KEYS, TILE_BYTES // (len(flat) * flat.element_size())))
+    space = flat.new_empty(len(flat) * min(step, keys))
+    score_CK = flat.new_empty(rows, keys)
+    for first in range(0, keys, step):
+        last = min(first + step, keys)
+        match = space[: len(flat) * (last - first)].view(len(flat), last - first)
+        torch.mm(flat, key_KE[first:last].T, out=match).relu_()
+        score_CK[:, first:last] = torch.bmm(weights_CJ[:, None], match.view(rows, heads, -1))[:, 0]
+    # Added: filling by a mask is several times slower. NaN stays NaN, and a future one has to go.
+    future_CC = torch.ones(rows, rows, dtype=torch.bool, device=score_CK.device).triu_(1)
+    score_CK[:, keys - rows :].masked_fill_(future_CC, float("-inf"))
+    return score_CK
+
+
+def _all_causal(score_CK: Tensor, rows: slice) -> Tensor:
+    """Queries with at most k keys take all, int32 [C, K]; but for -inf, which counts as not allowed."""
+    place_K = torch.arange(rows.stop, dtype=torch.int32, device=score_CK.device)
+    causal_CK = place_K <= place_K[rows.start :, None]
+    if bool(((score_CK == float("-inf")) & causal_CK).any()):
+        return select_topk(score_CK, rows.stop).int()
+    return torch.where(causal_CK, place_K, -1)
+
+
+def _largest(score_CK: Tensor, k: int) -> Tensor:
+    """`select_topk(score_CK, k)` as int32 [C, k], for rows of more than k keys.
+
+    A partial sort of k + 1 keys tells whether the k-th and the next one tie. Where they do not, the set is unique and the
+    order of a partial sort, which is arbitrary among equals, does not matter. The other rows are chosen by counting.
+    """
+    keys = score_CK.shape[1]
+    value, place = score_CK.topk(k + 1, sorted=False)
+    spare_C1 = value.argmin(1, keepdim=True)
+    next_C1 = value.gather(1, spare_C1)
+    last_C = value.scatter_(1, spare_C1, float("inf")).amin(1)  # the k-th largest
+    chosen_CS = place.int().scatter_(1, spare_C1, keys).sort(-1).values[:, :k]
+    unclear_C = ~(last_C > next_C1[:, 0])  # equal, or one of them NaN
+    if bool(unclear_C.any()):
+        broken_C = unclear_C & ~(last_C > float("-inf"))  # NaN, or fewer than k allowed keys
+        tied_C = unclear_C & ~(broken_C | score_CK.isnan().any(1))
+        broken_C = unclear_C & ~tied_C
+        chosen_CS[tied_C] = _newest_of_equals(score_CK[tied_C], last_C[tied_C][:, None], k)
+        chosen_CS[broken_C] = select_topk(score_CK[broken_C], k).int()
+    return chosen_CS
+
+
+def _newest_of_equals(score_RK: Tensor, last_R1: Tensor, k: int) -> Tensor:
+    """int32 [R, k]: all keys above the k-th largest score, and of those equal to it the newest."""
+    above_RK, equal_RK = score_RK > last_R1, score_RK == last_R1
+    rank_RK = equal_RK.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # 1 for the newest
+    taken_RK = above_RK | (equal_RK & (rank_RK <= k - above_RK.sum(-1, keepdim=True)))
+    return taken_RK.nonzero()[:, 1].view(-1, k).int()
+
+
+def index_gradients(
+    inputs: Index,
+    chosen_NS: Tensor,
+    begin: int,
+    d_score_NS: Tensor,
+    d_kl: Tensor,
+    early: int,
+    into: Index,
+) -> None:
+    """Gradients of d_kl * sum(d_score * I[chosen]) in one document.
+
+    With m[t,j,s] = q_I[t,j] . k_I[s]:  dw[t,j] = sum_s dI[t,s] relu(m);  dm[t,j,s] = dI[t,s] w[t,j] [m > 0].
+
+    Args:
+        inputs: index_query [N, J, E], index_key [N, E] and index_weights [N, J].
+        chosen_NS: int32 [N, S], positions in the pack, -1 at the tail.
+        begin: the document's first position.
+        d_score_NS: [N, S], zero at the tail.
+        d_kl: [], the gradient that arrives.
+        early: how many queries, from the first, multiply all keys up to their own instead of gathering the chosen ones.
+        into: takes the gradients of the inputs. The first and last are written, in their dtypes; that of the keys, in the
+            precision of the maths, is added to.
+    """
+    heads, dims = inputs[0].shape[1:]
+    n, slots = chosen_NS.shape
+    inputs = inputs[0], wide(inputs[1]), inputs[2]
+    numbers = BACKWARD_BYTES // into[1].element_size()
+    masked_step = max(1, numbers // max(1, heads * early))
+    gathered_step = max(1, numbers // (slots * (2 * dims + heads)))
+    for low, high, step, gradients in (
+        (0, early, masked_step, _masked_gradients),
+        (early, n, gathered_step, _gathered_gradients),
+    ):
+        for first in range(low, high, step):
+            rows = slice(first, min(first + step, high))
+            # int64: a sum at such indices is three times as fast as at int32. The tail, of gradient zero, points anywhere.
+            place_CS = chosen_NS[rows].sub(begin).clamp_(min=0).long()
+            gradients(inputs, rows, place_CS, d_score_NS[rows] * d_kl, into)
+
+
+def _masked_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:
+    """`index_gradients` of the queries `rows`, through all keys up to the last of them."""
+    (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
+    query_CJE, weights_CJ = wide(index_query[rows]), wide(index_weights[rows])
+    key_KE = index_key[: rows.stop]
+    d_score_CK = d_score_CS.new_zeros(len(place_CS), rows.stop).scatter_add_(1, place_CS, d_score_CS)
+    match_CJK = (query_CJE.flatten(0, 1) @ key_KE.T).relu_().unflatten(0, weights_CJ.shape)
+    d_weights[rows] = torch.bmm(match_CJK, d_score_CK[..., None])[..., 0]
+    # The sign of relu's result is its derivative. The weights, constant along the keys, go to the smaller factors.
+    d_match = match_CJK.sign_().mul_(d_score_CK[:, None]).flatten(0, 1)
+    d_query[rows] = (d_match @ key_KE).view_as(query_CJE).mul_(weights_CJ[..., None])
+    d_key_KE[: rows.stop].addmm_(d_match.T, (query_CJE * weights_CJ[..., None]).flatten(0, 1))
+
+
+def _gathered_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:
+    """`index_gradients` of the queries `rows`, through their chosen keys alone."""
+    (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
+    query_CJE, weights_CJ1 = wide(index_query[rows]), wide(index_weights[rows])[..., None]
+    place = place_CS.flatten()
+    key_CSE = index_key.index_select(0, place).view(*place_CS.shape, -1)
+    match_CJS = torch.bmm(query_CJE, key_CSE.transpose(1, 2)).relu_()
+    d_weights[rows] = torch.bmm(match_CJS, d_score_CS[..., None])[..., 0]
+    d_match_CJS = match_CJS.sign_().mul_(d_score_CS[:, None])
+    d_query[rows] = torch.bmm(d_match_CJS, key_CSE).mul_(weights_CJ1)
+    d_key_CSE = torch.bmm(d_match_CJS.transpose(1, 2), query_CJE * weights_CJ1)
+    d_key_KE.index_add_(0, place, d_key_CSE.flatten(0, 1))
