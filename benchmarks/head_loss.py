@@ -28,7 +28,7 @@ class Arguments:
 
 
 def prepare(side: str, tokens: int, vocabulary: int, hidden: int) -> Callable[[], None]:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator).requires_grad_()
     weight = torch.randn(vocabulary, hidden, generator=generator) * hidden**-0.5
