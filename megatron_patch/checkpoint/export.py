@@ -70,11 +70,11 @@ def export(
     """
     base, output = Path(base), Path(output)
     _check_arguments(layout, base_shards, base_indexers)
+    require_empty(output)
+    directory = iteration_directory(checkpoint, iteration)
     for name, source in (("--base", base), ("--checkpoint", Path(checkpoint))):
         if output.resolve().is_relative_to(source.resolve()):
             raise UserError(f"--output must lie outside of {name}: {output} lies in {source}; give another path")
-    require_empty(output)
-    directory = iteration_directory(checkpoint, iteration)
     manifest = read_manifest(directory)
     _check_kind(manifest, checkpoint)
     arch = read_architecture(base)
