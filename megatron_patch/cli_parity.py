@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatron_patch import errors, flags
+from megatron_patch import flags
 
 PROG = "dsa-upcycle parity"
 SUMMARY = "trainer against checkpoint, module by module; names the known fault behind a difference"
@@ -145,19 +145,6 @@ class Diff:
 COMMANDS = {"run": Run, "dump": Dump, "diff": Diff}
 
 
-def usage() -> str:
-    """The text of `dsa-upcycle parity --help`."""
-    rows = flags.command_rows({name: command.__doc__.splitlines()[0] for name, command in COMMANDS.items()})
-    return "\n".join([f"usage: {PROG} <command> [flags]        {PROG} <command> --help", "", *rows])
-
-
 def dispatch(argv: Sequence[str]) -> int | None:
-    """Run the command that `argv` names, and return its exit code.
-
-    Raises:
-        UserError: no such command or flag, or the command refuses its input.
-    """
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return errors.EXIT_OK if argv else errors.EXIT_USER
-    return flags.call_command(argv[0], argv[1:], COMMANDS, PROG)
+    """See `flags.call_group`."""
+    return flags.call_group(argv, COMMANDS, PROG)

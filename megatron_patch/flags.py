@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tyro
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import EXIT_OK, EXIT_USER, UserError
 
 T = TypeVar("T")
 
@@ -101,6 +101,19 @@ def call_command(name: str, argv: Sequence[str], commands: Mapping[str, type], p
         typed = f"{prog.partition(' ')[2]} {name}".strip()  # without the program's own name
         raise UserError(f"unknown command {typed}; {did_you_mean(name, known)}commands: {', '.join(known)}")
     return parse(commands[name], argv, f"{prog} {name}")()
+
+
+def call_group(argv: Sequence[str], commands: Mapping[str, type], prog: str) -> int | None:
+    """Run the command of a group that `argv` names; the group's usage without one, or for `--help`.
+
+    Raises:
+        UserError: no such command or flag, or the command refuses its input.
+    """
+    if argv and argv[0] not in ("-h", "--help", "help"):
+        return call_command(argv[0], argv[1:], commands, prog)
+    rows = command_rows({name: command.__doc__.splitlines()[0] for name, command in commands.items()})
+    print("\n".join([f"usage: {prog} <command> [flags]        {prog} <command> --help", "", *rows]))
+    return EXIT_OK if argv else EXIT_USER
 
 
 def command_rows(summaries: Mapping[str, str]) -> list[str]:

@@ -26,6 +26,7 @@ from megatron_patch.checkpoint.manifest import (
     TrainingManifest,
     iteration_directory,
     read_manifest,
+    require_base,
     verify_files,
 )
 from megatron_patch.checkpoint.native_view import NativeView
@@ -81,7 +82,7 @@ def export(
     export_files.require_tokenizer(base)
     verify_files(directory, manifest, only=(WEIGHTS_FILE,))  # not the optimizer's state, which is larger
     hashes = model_file_hashes(base, progress=progress)
-    _check_base(manifest, base, identity_of(hashes))
+    require_base(manifest, base, identity_of(hashes))
     mapping = _check_checkpoint(directory, manifest, arch)
     config = layout_config(layout, read_config(base), arch, manifest.layer_pattern, manifest.dsa, manifest.q_rank)
 
@@ -169,14 +170,6 @@ def _check_checkpoint(directory: Path, manifest: TrainingManifest, arch: Archite
                 "give the base that the checkpoint was trained on"
             )
     return mapping
-
-
-def _check_base(manifest: TrainingManifest, base: Path, identity: str) -> None:
-    if manifest.base.sha256 != identity:
-        raise UserError(
-            f"--base must be the base that the checkpoint was trained on: it was {manifest.base.path} "
-            f"(sha256 {manifest.base.sha256[:12]}), {base} is another (sha256 {identity[:12]}); give the former"
-        )
 
 
 def _write_trained(

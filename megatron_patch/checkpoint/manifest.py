@@ -156,6 +156,22 @@ def verify_files(directory: str | Path, manifest: TrainingManifest, only: tuple[
             )
 
 
+def require_base(manifest: TrainingManifest, base: Path, identity: str) -> None:
+    """Refuse another base than the one that a checkpoint was trained on.
+
+    Args:
+        identity: `io.hashes.directory_identity` of `base`.
+
+    Raises:
+        UserError: it is another.
+    """
+    if manifest.base.sha256 != identity:
+        raise UserError(
+            f"--base must be the base that the checkpoint was trained on: it was {manifest.base.path} "
+            f"(sha256 {manifest.base.sha256[:12]}), {base} is another (sha256 {identity[:12]}); give the former"
+        )
+
+
 def saved_iterations(save: str | Path) -> list[int]:
     """Numbers of the iterations in a --save directory, ascending."""
     found = (re.fullmatch(r"iter_(\d{7,})", item.name) for item in Path(save).glob("iter_*"))

@@ -115,7 +115,7 @@ _FIXED = (
     ("attention_dropout", 0.0, 0.0),
     ("quantization_config", None, None),
 )
-_REQUIRED = {
+SIZE_KEYS = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -130,9 +130,8 @@ _REQUIRED = {
     "qk_nope_head_dim": "qk_nope_head_dim",
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
-    "norm_eps": "rms_norm_eps",
-    "max_positions": "max_position_embeddings",
 }
+_REQUIRED = {**SIZE_KEYS, "norm_eps": "rms_norm_eps", "max_positions": "max_position_embeddings"}
 
 
 def read_config(path: str | Path) -> dict:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 64 << 20  # of fp32 logits; the matrix products are as fast as with all tokens at once
 LEAST_CHUNK = 16
@@ -75,6 +76,7 @@ class _HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable  # the saved gradient is a constant: a second derivative would be silently wrong
     def backward(ctx, grad_losses: Tensor):
         (gradient,) = ctx.saved_tensors
         return (gradient * grad_losses[:, None]).to(gradient.dtype), None, None, None, None, None

@@ -8,27 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_patch.errors import UserError
-from megatron_patch.model.architecture import Architecture, DsaSettings, Rope, is_native, read_config
+from megatron_patch.model.architecture import SIZE_KEYS, Architecture, DsaSettings, Rope, is_native, read_config
 from megatron_patch.planning.parameters import Part, Split
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")  # the latter without an indexer
-_SIZES = {
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "ffn_size": "intermediate_size",
-    "moe_ffn_size": "moe_intermediate_size",
-    "num_experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "first_dense_layers": "first_k_dense_replace",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "q_lora_rank": "q_lora_rank",
-}
+_SIZES = {**SIZE_KEYS, "q_lora_rank": "q_lora_rank"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,13 @@ def test_without_gradients_no_gradient_is_computed(monkeypatch):
     assert len(products) == 5  # one a chunk
 
 
+def test_a_second_derivative_is_refused():
+    x, weight, labels, _ = inputs(dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(head_loss(x, weight, labels).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_a_trainable_head_is_refused():
     x, weight, labels, _ = inputs(dtype=torch.float32)
     with pytest.raises(ValueError, match="frozen head"):

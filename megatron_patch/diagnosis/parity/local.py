@@ -4,7 +4,7 @@ A difference counts when rounding does not explain it. What rounding explains is
 side's dtype against the judge in fp64, on the same inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Local:
     """A module of one side: its distance from the judge in fp64, and the judge's own in the side's dtype.
 
     Rounding errors point anywhere, a wrong factor or epsilon in one direction: over thousands of values the gain shows
-    it far below the size of a single error.
+    it far below the size of a single error. `left_out`: tokens that were not compared, because rounding may route them otherwise.
     """
 
     layer: int
@@ -57,6 +57,7 @@ class Local:
     rounding: Distance
     values: int
     dtype: torch.dtype
+    left_out: int = 0
 
     @property
     def relative(self) -> float:
@@ -74,8 +75,18 @@ class Local:
         return GAIN_FACTOR * (chance + abs(self.rounding.gain - 1)) + torch.finfo(self.dtype).eps / 64
 
     @property
+    def off_gain(self) -> float:
+        """Distance of the gain from 1."""
+        return abs(self.found.gain - 1)
+
+    @property
     def diverges(self) -> bool:
-        return not (self.found.relative <= self.limit and abs(self.found.gain - 1) <= self.gain_limit)  # NaN diverges
+        return not (self.relative <= self.limit and self.off_gain <= self.gain_limit)  # NaN diverges
+
+    def __str__(self) -> str:
+        if self.relative <= self.limit and self.diverges:
+            return f"gain {self.found.gain:.7f} where the definition has 1, rounding explains {self.gain_limit:.1e}"
+        return f"{self.relative:.1e} from the definition, rounding explains {self.limit:.1e}"
 
 
 class LocalJudge:
@@ -126,15 +137,13 @@ class LocalJudge:
         truth = self.computed(module, records, w, self.judge(torch.float64, variant))[keep]
         rounded = self.computed(module, records, w, self.judge(self.dump.torch_dtype, variant))[keep]
         found, rounding = Distance.between(recorded[keep], truth), Distance.between(rounded, truth)
-        return Local(layer, module, found, rounding, truth.numel(), self.noise_dtype(module))
+        left_out = int((~keep).sum()) if module == "router" else 0
+        return Local(layer, module, found, rounding, truth.numel(), self.noise_dtype(module), left_out)
 
     def _input(self, layer: int, found: Tensor) -> Local:
         """A layer's input is the output of the one below, or the tokens' embeddings, to the last bit."""
-        below = f"layers.{layer - 1}.output"
-        if layer and below not in self.dump.tensors:
-            truth = found
-        elif layer:
-            truth = self.dump.tensors[below]
+        if layer:
+            truth = self.dump.tensors[f"layers.{layer - 1}.output"]
         else:
             truth = self.source.load("model.embed_tokens.weight").to(self.dump.torch_dtype)[self.dump.tokens]
         return Local(layer, "input", Distance.between(found, truth), Distance(0.0, 1.0), truth.numel(), self.dump.torch_dtype)
@@ -230,7 +239,3 @@ COMPUTE: dict[str, Callable[[Judge, dict[str, Tensor], LayerWeights], Tensor]] =
 def first_diverging(rows: list[Local]) -> Local | None:
     """The lowest module that rounding does not explain."""
     return next((row for row in rows if row.diverges), None)
-
-
-def diverging(rows: list[Local]) -> Iterator[Local]:
-    return (row for row in rows if row.diverges)

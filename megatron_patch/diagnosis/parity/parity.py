@@ -1,10 +1,12 @@
 """The verdict on two sides: what `parity.json` holds."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_patch.diagnosis.parity import compare
+from megatron_patch.diagnosis.parity.judge import Pack
 from megatron_patch.diagnosis.parity.local import HEAD, Local, LocalJudge, first_diverging
 from megatron_patch.diagnosis.parity.records import Dump
 from megatron_patch.diagnosis.parity.suspects import Suspect, suspects_of
@@ -57,7 +59,7 @@ def examine(
                 found.judged[dump.side] = judge(progress)
                 found.suspects += suspects_of(judge, found.judged[dump.side])
     index = compare.index((a, b))
-    found.suspects = _observed(found, index) + found.suspects
+    found.suspects = _observed(found) + found.suspects
     first = _first(found)
     report = {
         "schema": SCHEMA,
@@ -72,27 +74,41 @@ def examine(
         "weights": compare.weights(a, b, max_abs),
         "modules": _with_local(compare.module_rows(a, b), found.judged),
         "first_divergence": first,
-        "router": compare.router(a, b, next(iter(judges.values()), None)),
+        "router": compare.router(a, b, next(iter(judges.values()), None)) | {"left_out": _left_out(found)},
         "index": index,
         "logprobs": compare.log_probs(a, b, texts),
-        "self_test": a.self_test or b.self_test,
+        "self_test": {dump.side: dump.self_test for dump in (a, b) if dump.self_test is not None},
         "ablations": [],
         "suspected": [
             {"fault": s.fault.value, "side": s.side, "evidence": s.evidence, "text": FAULTS[s.fault].text} for s in found.suspects
         ],
     }
     report["verdict"], report["reasons"] = _verdict(found, report)
-    found.report = report
+    found.report = finite(report)
     return found
 
 
-def _observed(found: Findings, index: dict[str, Any]) -> list[Suspect]:
+def finite(value: Any) -> Any:
+    """A report's value with null for numbers that JSON has not: a side that gives NaN must still get its report."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _left_out(found: Findings) -> int:
+    """Tokens, over layers and sides, whose routing was not judged: at a margin that rounding reaches."""
+    return sum(row.left_out for rows in found.judged.values() for row in rows)
+
+
+def _observed(found: Findings) -> list[Suspect]:
     """Faults that are seen, not inferred: picks of other documents, and a selection that recomputation changes."""
     suspects = []
-    if index["cross_doc"]:
-        text = f"{index['cross_doc']} selected keys are of other documents"
-        suspects.append(Suspect(Fault.ATTENTION_LEAKS_DOCUMENTS, found.a.side, "indexer", text, 0.0))
     for dump in (found.a, found.b):
+        if cross := compare.wrong_picks(dump, Pack.of(dump.cu_seqlens))[1]:
+            text = f"{cross} selected keys are of other documents"
+            suspects.append(Suspect(Fault.ATTENTION_LEAKS_DOCUMENTS, dump.side, "indexer", text, 0.0))
         test = dump.self_test or {}
         if test.get("recompute_indices_equal") is False:
             text = "with gradients, the recomputed pass selects other keys than the forward pass"
@@ -107,15 +123,25 @@ def _first(found: Findings) -> dict[str, Any] | None:
         return None
     order = {id(row): place for rows in found.judged.values() for place, row in enumerate(rows)}
     row, side = min(firsts, key=lambda item: (item[0].layer, order[id(item[0])]))
-    return {"layer": row.layer, "module": row.module, "side": side, "rel": row.relative, "limit": row.limit}
+    return {"layer": row.layer, "module": row.module, "side": side, **_figures(row), "text": str(row)}
+
+
+def _figures(row: Local) -> dict[str, Any]:
+    return {
+        "rel": row.relative,
+        "limit": row.limit,
+        "off_gain": row.off_gain,
+        "gain_limit": row.gain_limit,
+        "diverges": row.diverges,
+    }
 
 
 def _with_local(rows: list[dict[str, Any]], judged: dict[str, list[Local]]) -> list[dict[str, Any]]:
-    """Add to each module what the judge found on each side: `local` {side: [relative, limit]}."""
+    """Add to each module what the judge found on each side: `local` {side: its figures}."""
     by_place = {(side, r.layer, r.module): r for side, found in judged.items() for r in found}
     for row in rows:
         local = {side: by_place.get((side, row["layer"], row["module"])) for side in judged}
-        row["local"] = {side: [r.relative, r.limit] for side, r in local.items() if r is not None}
+        row["local"] = {side: _figures(r) for side, r in local.items() if r is not None}
     return rows
 
 
@@ -127,7 +153,10 @@ def _verdict(found: Findings, report: dict[str, Any]) -> tuple[str, list[str]]:
             reasons.append(f"weights: {len(names)} {key}, the first is {names[0]}")
     if first := report["first_divergence"]:
         place = "log-probs" if first["module"] == HEAD else f"layer {first['layer']} {first['module']}"
-        reasons.append(f"{place} of the {first['side']}: {first['rel']:.1e} from the definition, rounding explains {first['limit']:.1e}")
+        reasons.append(f"{place} of the {first['side']}: {first['text']}")
+    if broken := [row for row in report["modules"] if row["non_finite"]]:
+        values = sum(row["non_finite"] for row in broken)
+        reasons.append(f"{values} values are not finite, the first in layer {broken[0]['layer']} {broken[0]['module']}")
     for key, text in (("future", "later positions"), ("cross_doc", "other documents")):
         if report["index"][key]:
             reasons.append(f"index: {report['index'][key]} picks of {text}")
@@ -136,11 +165,13 @@ def _verdict(found: Findings, report: dict[str, Any]) -> tuple[str, list[str]]:
             f"{len(layers)} layers (the first is {layers[0]}) attend to top-k keys on one side and to all on the other: one model "
             f"up to {report['inputs']['topk']} tokens only"
         )
-    test = report["self_test"] or {}
-    if test.get("indices_equal") is False or test.get("recompute_indices_equal") is False:
-        reasons.append("self-test: the selection changes when gradients are recorded")
+    for side, test in report["self_test"].items():
+        if not (test["indices_equal"] and test["recompute_indices_equal"]):
+            reasons.append(f"self-test of the {side}: the selection changes when gradients are recorded")
+    # Right modules on both sides that give other results all the same: what they were judged by is not the same model.
+    exact = found.a.dtype == found.b.dtype == "float32" and not reasons
     unjudged = [d.side for d in (found.a, found.b) if d.side not in found.judged]
-    if unjudged and report["logprobs"]["mean"] > ROLLOUT_LIMIT:
+    if (unjudged or exact) and not report["logprobs"]["mean"] <= ROLLOUT_LIMIT:  # NaN is above
         reasons.append(f"log-probs differ by {report['logprobs']['mean']:.3f} nats on average, above {ROLLOUT_LIMIT}")
     if reasons:
         return FAIL, reasons

@@ -2,7 +2,7 @@
 
 The models are an export's (`hf_model`), whatever the layout, or transformers' own `deepseek_v2` and `deepseek_v32` as
 far as a fault concerns them. Two faults are not of a model in evaluation mode: `stale_topk_recompute` is one of training,
-and `attention_leaks_documents` of how documents are laid out (`LEAK` runs a pack as one).
+and `attention_leaks_documents` of how documents are laid out.
 """
 
 import contextlib

@@ -37,7 +37,7 @@ class Dump:
     Attributes:
         side: "trainer", "checkpoint" or "rollout".
         source: the directory or file that it is of.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32" or "bfloat16"; "unknown" of a rollout, which does not say.
         topk: keys that a query of a DSA layer attends to; None: no DSA layer.
         environment: device and versions.
         tensors: as the module says; a rollout has `tokens`, `cu_seqlens`, `log_probs`, `predicts`, perhaps `router`s.

@@ -51,7 +51,7 @@ def load_rollout(file: Path, shape: ModelShape, row: int = 0) -> Dump:
     log_probs[total - response - 1 : total - 1] = torch.as_tensor(values.astype(np.float32))
     predicts[total - response - 1 : total - 1] = True
     tensors = {"tokens": tokens, "cu_seqlens": bounds, "log_probs": log_probs, "predicts": predicts}
-    return Dump("rollout", str(file), "bfloat16", None, {}, tensors | _routes(content, file, total, shape))
+    return Dump("rollout", str(file), "unknown", None, {}, tensors | _routes(content, file, total, shape))
 
 
 def rollout_tokens(file: Path, row: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """`dsa-upcycle parity run | dump | diff`."""
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from megatron_patch.checkpoint.manifest import iteration_directory, read_manifest
 from megatron_patch.devices.device import inference_device
-from megatron_patch.diagnosis.parity import pages, records
+from megatron_patch.diagnosis.parity import pages
 from megatron_patch.diagnosis.parity.ablations import ablations
 from megatron_patch.diagnosis.parity.checkpoint_side import dump_checkpoint
-from megatron_patch.diagnosis.parity.parity import FAIL, examine
+from megatron_patch.diagnosis.parity.parity import FAIL, examine, finite
 from megatron_patch.diagnosis.parity.records import DTYPES, Dump, load_dump
 from megatron_patch.diagnosis.parity.rollout import load_rollout, rollout_tokens
 from megatron_patch.diagnosis.parity.text import read_pack, token_texts
@@ -94,15 +95,18 @@ def run(
     """
     require_empty(output)
     ids, bounds = tokens.read(hf)
-    trainer = _load_trainer(checkpoint, base, iteration, how)
-    a = _dump_trainer(trainer, ids, bounds, how)
+    trainer, source = _load_trainer(checkpoint, base, iteration, how), SafetensorsDir(hf)
+
+    def as_stored(name: str, value: Tensor) -> Tensor:
+        """In the coarser of the directory's dtype and the run's: fp32 weights in a bf16 directory are rounded, not wrong."""
+        return value.to(_coarser(source.dtype(name), DTYPES[how.dtype])) if name in source else value
+
+    a = _dump_trainer(trainer, ids, bounds, how, as_stored)
     model = _load_checkpoint(hf, how)
     b = _dump_checkpoint(model, hf, ids, bounds, how)
-    source = SafetensorsDir(hf)
-    a.weights = _digests_of_trainer(trainer, source, DTYPES[how.dtype])
     found = examine(a, b, hf, texts=token_texts(ids, hf), max_abs=_largest_gap(trainer, source))
     fp32 = None if how.dtype == "float32" else _fp32_gap(checkpoint, hf, base, iteration, how, ids, bounds)
-    found.report["ablations"] = ablations(a, b, model, fp32)
+    found.report["ablations"] = finite(ablations(a, b, model, fp32))
     return _publish(found.report, output, json_file)
 
 
@@ -177,12 +181,12 @@ def _load_trainer(checkpoint: Path, base: Path | None, iteration: int | None, ho
     return load_trainer(checkpoint, device, base=base, iteration=iteration, dtype=DTYPES[how.dtype], backend=how.backend)
 
 
-def _dump_trainer(trainer: "Trainer", ids: Tensor, bounds: Tensor, how: How) -> Dump:
+def _dump_trainer(trainer: "Trainer", ids: Tensor, bounds: Tensor, how: How, *as_stored: Callable[[str, Tensor], Tensor]) -> Dump:
     from megatron_patch.diagnosis.parity.trainer_side import dump_trainer
 
     backend = next(layer.self_attention.backend.name for layer in trainer.model.decoder.layers if hasattr(layer, "recompute"))
     environment = _environment(trainer.device.name, "megatron-core") | {"dsa_backend": backend}
-    return dump_trainer(trainer, ids, bounds, environment, how.dtype)
+    return dump_trainer(trainer, ids, bounds, environment, how.dtype, *as_stored)
 
 
 def _load_checkpoint(hf: Path, how: How) -> "PreTrainedModel":
@@ -197,14 +201,6 @@ def _dump_checkpoint(model: "PreTrainedModel", hf: Path, ids: Tensor, bounds: Te
 
 def _environment(device: str, library: str) -> dict[str, str]:
     return {"device": device, "python": platform.python_version(), "torch": torch.__version__, library: version(library)}
-
-
-def _digests_of_trainer(trainer: "Trainer", source: SafetensorsDir, dtype: torch.dtype) -> dict[str, str]:
-    """In the coarser of the directory's dtype and the run's: fp32 weights in a bf16 directory are rounded, not wrong."""
-    return {
-        key: records.digest(view.to(_coarser(source.dtype(key), dtype)) if key in source else view)
-        for key, view, _ in trainer.hf_tensors()
-    }
 
 
 def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -226,13 +222,13 @@ def _fp32_gap(
 ) -> float:
     """Largest difference of log-probs with both sides in fp32."""
     from megatron_patch.diagnosis.parity.checkpoint_side import run_model
-    from megatron_patch.diagnosis.parity.trainer_side import dump_trainer
+    from megatron_patch.diagnosis.parity.trainer_side import run_trainer
 
     backend = "chunked" if how.backend in ("auto", "npu") else how.backend  # Ascend's operators have no fp32
     wide = How("float32", how.device, backend)
-    ours = dump_trainer(_load_trainer(checkpoint, base, iteration, wide), ids, bounds, {}, "float32")
+    ours = run_trainer(_load_trainer(checkpoint, base, iteration, wide), ids, bounds)
     theirs = run_model(_load_checkpoint(hf, wide), ids, bounds)
-    return float((ours.tensors["log_probs"] - theirs["log_probs"]).abs().max())
+    return float((ours["log_probs"] - theirs["log_probs"]).abs().max())
 
 
 def _publish(report: dict[str, Any], output: Path, json_file: Path | None) -> int:

@@ -20,6 +20,7 @@ from megatron_patch.checkpoint.manifest import (
     TrainingManifest,
     iteration_directory,
     read_manifest,
+    require_base,
     verify_files,
 )
 from megatron_patch.devices.device import Device
@@ -86,11 +87,7 @@ def load_trainer(
     verify_files(directory, manifest, only=(WEIGHTS_FILE,))
     base = base or Path(manifest.base.path)
     arch = read_architecture(base)
-    if (found := directory_identity(base)) != manifest.base.sha256:
-        raise UserError(
-            f"--base must be the base that the checkpoint was trained on: it was {manifest.base.path} (sha256 "
-            f"{manifest.base.sha256[:12]}), {base} is another (sha256 {found[:12]}); give the former"
-        )
+    require_base(manifest, base, directory_identity(base))
     try:
         op = choose_backend(backend, device.torch_device.type)
     except ValueError as error:
@@ -104,12 +101,29 @@ def load_trainer(
     return Trainer(model, state, arch, manifest, directory, device)
 
 
-def dump_trainer(trainer: Trainer, tokens: Tensor, cu_seqlens: Tensor, environment: dict[str, str], dtype: str) -> Dump:
-    """Run a pack and record it; the self-test runs it twice more, with gradients."""
+def run_trainer(trainer: Trainer, tokens: Tensor, cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """`log_probs` and `predicts` of a pack."""
+    with torch.no_grad():
+        return log_probs_of(_forward(trainer, tokens, cu_seqlens), tokens, cu_seqlens)
+
+
+def dump_trainer(
+    trainer: Trainer,
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    environment: dict[str, str],
+    dtype: str,
+    as_stored: Callable[[str, Tensor], Tensor] = lambda _name, value: value,
+) -> Dump:
+    """Run a pack and record it; the self-test runs it once more, with gradients, and part of it again in the backward pass.
+
+    Args:
+        as_stored: (Hugging Face name, value) -> the value as the other side stores it, of which the digest is taken.
+    """
     tensors: dict[str, Tensor] = {"tokens": tokens, "cu_seqlens": cu_seqlens}
-    with recorded(trainer, lambda name, value: tensors.__setitem__(name, value)), torch.no_grad():
-        logits = _forward(trainer, tokens, cu_seqlens)
-    tensors |= log_probs_of(logits, tokens, cu_seqlens)
+    with recorded(trainer, lambda name, value: tensors.__setitem__(name, value)):
+        found = run_trainer(trainer, tokens, cu_seqlens)
+    tensors |= found
     dump = Dump(
         side="trainer",
         source=str(trainer.directory),
@@ -117,7 +131,7 @@ def dump_trainer(trainer: Trainer, tokens: Tensor, cu_seqlens: Tensor, environme
         topk=trainer.manifest.dsa.index_topk,
         environment=environment,
         tensors=tensors,
-        weights={key: digest(view) for key, view, _ in trainer.hf_tensors()},
+        weights={key: digest(as_stored(key, view)) for key, view, _ in trainer.hf_tensors()},
         trained=[key for key, _, trains in trainer.hf_tensors() if trains],
     )
     dump.self_test = self_test(trainer, dump)

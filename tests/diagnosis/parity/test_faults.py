@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_patch.diagnosis.parity.pages import markdown, write_figure
 from megatron_patch.diagnosis.parity.parity import examine
 from megatron_patch.diagnosis.parity.planted import PLANTS, planted
 from megatron_patch.faults import FAULTS, Fault
+from megatron_patch.io.publish import atomic_write_json
 from tests.diagnosis.parity.sides import checkpoint_dump, model_of, trainer_dump, trainer_of
 
 # A sigmoid router's; tests/diagnosis/parity/test_sigmoid.py has it.
@@ -38,7 +40,9 @@ def test_a_clean_pair_passes(journey, clean_trainer, documents):
     assert report["verdict"] == "pass", report["reasons"]
     assert report["suspected"] == [] and report["first_divergence"] is None
     assert report["index"]["tested"] and report["index"]["future"] == report["index"]["cross_doc"] == 0
-    assert report["self_test"]["recompute_indices_equal"] and report["self_test"]["recomputed_layers"] == 2
+    test = report["self_test"]["trainer"]
+    assert test["recompute_indices_equal"] and test["recomputed_layers"] == 2
+    assert all(row["non_finite"] == 0 for row in report["modules"]) and report["router"]["left_out"] == 0
     assert report["weights"]["frozen_bit_equal"] and not report["weights"]["differing"]
     if journey.dtype == "float32":
         assert report["logprobs"]["max"] < 1e-5 and report["router"]["agreement"] == 1
@@ -113,7 +117,9 @@ class TestTrainer:
         dump.tensors["layers.4.indices"][-1, 0] = 0  # the last document's last token takes the first document's first
         report = examine(dump, checkpoint, fp32.export, progress=False).report
         assert report["index"]["cross_doc"] == 1
-        assert named(report)[0] == Fault.ATTENTION_LEAKS_DOCUMENTS
+        assert named(report)[0] == Fault.ATTENTION_LEAKS_DOCUMENTS and report["suspected"][0]["side"] == "trainer"
+        other = examine(checkpoint, dump, fp32.export, progress=False).report  # whichever side comes first
+        assert other["suspected"][0]["side"] == "trainer"
 
     def test_stale_selection_in_recomputation(self, fp32, checkpoint):
         """The recomputed pass is given what the first one selected; here it attends to another row's keys all the same."""
@@ -173,6 +179,46 @@ class TestTrainer:
             trainer.model.embedding.word_embeddings.weight[checkpoint.tokens[5]] *= 1.001
         report = self.report(fp32, trainer, checkpoint)
         assert report["first_divergence"]["module"] == "input" and report["first_divergence"]["layer"] == 0
+
+    @pytest.mark.parametrize("weights", [True, False])
+    def test_a_side_that_gives_nan_gets_its_report(self, fp32, checkpoint, weights, tmp_path):
+        """Counted, never passed over, with and without a judge; null where JSON has no number."""
+        trainer = trainer_of(fp32)
+        with torch.no_grad():
+            trainer.model.decoder.layers[2].mlp.shared_experts.linear_fc2.weight[0, 0] = torch.nan
+        report = examine(trainer_dump(fp32, trainer), checkpoint, fp32.export if weights else None, progress=False).report
+        assert report["verdict"] == "fail" and report["logprobs"]["mean"] is None
+        assert any("values are not finite, the first in layer 2 shared" in reason for reason in report["reasons"])
+        assert next(row for row in report["modules"] if row["non_finite"])["non_finite"] == 96
+        if weights:
+            assert report["first_divergence"] == report["first_divergence"] | {"layer": 2, "module": "shared", "rel": None}
+        atomic_write_json(tmp_path / "parity.json", report)
+        write_figure(report, tmp_path / "parity.png")
+        assert "not finite" in markdown(report)
+
+    def test_the_second_sides_self_test_counts(self, fp32, checkpoint):
+        a, b = trainer_dump(fp32), trainer_dump(fp32)
+        a.side, b.side = "trainer A", "trainer B"
+        assert examine(a, b, fp32.export, progress=False).report["verdict"] == "pass"
+        b.self_test["indices_equal"] = False
+        report = examine(a, b, fp32.export, progress=False).report
+        assert report["verdict"] == "fail" and "trainer B" in report["reasons"][0]
+
+    def test_a_gain_below_the_limit_of_single_errors_says_so(self, fp32, checkpoint):
+        trainer = trainer_of(fp32)
+        with torch.no_grad():
+            trainer.model.decoder.layers[2].mlp.shared_experts.linear_fc2.weight *= 1 + 4e-7
+        first = self.report(fp32, trainer, checkpoint)["first_divergence"]
+        assert first["module"] == "shared" and first["rel"] <= first["limit"] and "gain" in first["text"]
+
+    def test_right_modules_with_other_results_do_not_pass(self, fp32, checkpoint):
+        """What nothing else sees: log-probs far apart, although every module that was recorded is right."""
+        other = replace(checkpoint, tensors=dict(checkpoint.tensors))
+        other.side, other.tensors["log_probs"] = "other", checkpoint.tensors["log_probs"] - 0.5
+        for name in [n for n in other.tensors if n.startswith("layers.4.output")]:
+            del other.tensors[name]  # else the log-probs themselves are judged
+        report = examine(checkpoint, other, fp32.export, progress=False).report
+        assert report["verdict"] == "fail" and "0.500 nats" in report["reasons"][0]
 
     def test_an_unknown_fault_stays_unnamed(self, fp32, checkpoint):
         trainer = trainer_of(fp32)
