@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megatron_patch.errors import UserError
 def only_writer(directory: Path, flag: str) -> Iterator[None]:
     """Hold `directory`, made if it is not there, against other processes of this kind.
 
-    No file is written, and nothing is left to clear away after a kill. A file system without locks holds nothing.
+    No file is written, and nothing is left to clear away after a kill. A file system without locks holds nothing, and is named on stderr.
 
     Args:
         flag: that named the directory, for the message.
@@ -31,8 +32,12 @@ def only_writer(directory: Path, flag: str) -> Iterator[None]:
                 f"one run at a time writes to {flag}: {directory} is in use by another process; wait for it, end it, or give "
                 "another path"
             ) from None
-        except OSError:
-            pass
+        except OSError as error:
+            print(
+                f"note: {directory} is on a file system without locks ({error}): two runs that write there would not notice each other",
+                file=sys.stderr,
+                flush=True,
+            )
         yield
     finally:
         os.close(descriptor)
