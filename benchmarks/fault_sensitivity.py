@@ -69,15 +69,14 @@ class Seen:
     def seen(self) -> bool:
         """Whether any of the three leaves the noise."""
         moved = abs(self.reward_change) > ERRORS_SEEN * self.reward_stderr and self.reward_change != 0
-        return self.kl > self.noise or not abs(self.grad_ratio - 1) <= GRAD_SEEN or moved
+        return not self.kl <= self.noise or not abs(self.grad_ratio - 1) <= GRAD_SEEN or moved
 
 
 @dataclass
 class Prompts:
-    """Rows of the suite as one padded batch: tokens, the mask of real ones, and of the answers' (bool, at the predicting position)."""
+    """Rows of the suite as one batch, padded on the right, which causality hides: tokens, and which predict an answer's (bool)."""
 
     tokens: Tensor
-    present: Tensor
     answer: Tensor
 
 
@@ -105,9 +104,8 @@ class Subject:
         longest = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         at = torch.arange(longest)
-        present = at < torch.tensor([len(row) for row in rows])[:, None]
         begin, end = torch.tensor(answers).T[..., None]
-        return Prompts(tokens, present, (at >= begin) & (at < end))
+        return Prompts(tokens, (at >= begin) & (at < end))
 
     @torch.no_grad()
     def distributions(self, batch: Prompts, packed: bool = False) -> Tensor:
