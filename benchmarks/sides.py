@@ -47,20 +47,25 @@ def measure(script: str, side: str, case: dict, repeats: int) -> Measured:
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def serve(prepare: Callable[..., Callable[[], None]]) -> None:
+def peak_mb() -> float:
+    """Peak resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def serve(prepare: Callable[..., Callable[[], object]]) -> None:
     """In the worker: do the job of the command line, print what was measured, and leave."""
     if sys.argv[1:2] != [WORKER]:
         return
     job = json.loads(sys.argv[2])
     work = prepare(job["side"], **job["case"])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mb()
     seconds, cpu_seconds = [], []
     for _ in range(job["repeats"]):
         started, cpu_started = time.perf_counter(), time.process_time()
         work()
         cpu_seconds.append(time.process_time() - cpu_started)
         seconds.append(time.perf_counter() - started)
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    memory = peak_mb() - before
     print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "memory": memory}))
     raise SystemExit(0)
 

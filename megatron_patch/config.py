@@ -240,7 +240,8 @@ class OutputSettings:
     trunk_cache: Path | None = None
     """Store the frozen trunk's activations. (Not in this release.)"""
     profile_steps: str | None = None
-    """A:B writes a torch.profiler trace of these steps to --save."""
+    """A:B prints where the time of these steps goes (data, trunk, DSA layers, head, optimizer), and writes that and a
+    torch.profiler trace to --save."""
 
     def __post_init__(self) -> None:
         _require(

@@ -5,7 +5,6 @@ import math
 from collections import deque
 from itertools import islice
 
-import torch
 from tqdm import tqdm
 
 from megatron_patch.checkpoint.save import save_checkpoint
@@ -17,6 +16,7 @@ from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
 from megatron_patch.model.freeze import combined_sha256, frozen_hashes, merged_hashes, trained_hashes
 from megatron_patch.training.base_recall import measure_recall, report_recall
+from megatron_patch.training.profile import StepProfile
 from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
 from megatron_patch.training.state import common_state, optimizer_tensors, pieces_of
@@ -56,15 +56,18 @@ def _train(run: Run, stop: StopRequest) -> int:
     started_at, reason = progress.iteration, stop.reason(run.device)
     if progress.iteration == 0 and reason is None:
         _evaluate(run)
-    with _profiler(run) as profiler, _bar(run) as bar:
+    with _profile(run) as profile, _bar(run) as bar:
         while progress.iteration < steps.train_iters:
             if (reason := stop.reason(run.device)) is not None:
                 break
+            profile.begin(progress.iteration + 1)
             batches = list(islice(run.data.train, run.micro_batches))
+            profile.data_is_there()
             rate = run.optimizer.param_groups[0]["lr"]
             run.state.recall = _is_logged(steps, progress.iteration + 1)
             result = run.step(batches, stage_at(settings, progress.iteration))
             progress.iteration += 1
+            profile.end(progress.iteration)
             progress.consumed_samples += steps.global_batch_size
             progress.consumed_tokens += result.tokens
             failures = failures + 1 if result.skipped else 0
@@ -77,8 +80,6 @@ def _train(run: Run, stop: StopRequest) -> int:
                 recent.append(result)
             bar.set_postfix(_postfix(run, result), refresh=False)
             bar.update()
-            if profiler is not None:
-                profiler.step()
             if progress.iteration % steps.log_interval == 0 and recent:
                 _log(run, recent, rate)
                 recent.clear()
@@ -266,23 +267,12 @@ def _save(run: Run) -> None:
         atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
 
 
-@contextlib.contextmanager
-def _profiler(run: Run):
-    """A torch profiler over --profile-steps on rank 0, or None."""
-    first, last = run.settings.output.profile_range() or (0, 0)
+def _profile(run: Run) -> StepProfile:
+    """Rank 0 profiles --profile-steps."""
+    steps = run.settings.output.profile_range()
     with ranks.agreement():
-        if 0 < first <= run.progress.iteration:
+        if steps is not None and steps[0] <= run.progress.iteration:
             raise UserError(
-                f"--profile-steps must lie ahead: {first} <= {run.progress.iteration}, where the run resumes; move it"
+                f"--profile-steps must lie ahead: {steps[0]} <= {run.progress.iteration}, where the run resumes; move it"
             )
-    if not first or not ranks.is_main():
-        yield None
-        return
-    save = run.settings.output.save
-    with torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=max(0, first - run.progress.iteration - 1), warmup=0, active=last - first + 1, repeat=1
-        ),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(save / f"trace_{first}_{last}.json")),
-    ) as profiler:
-        yield profiler
+    return StepProfile(steps if ranks.is_main() else None, run.step, run.identity.layer_pattern, run.settings.output.save)

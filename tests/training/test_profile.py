@@ -1,0 +1,103 @@
+"""--profile-steps: the parts of a step add up, each is charged with its own work, and nothing stays behind."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_patch.training import profile
+from megatron_patch.training.optimizer import build_optimizer, wrap_ddp
+from megatron_patch.training.profile import PARTS, StepProfile
+from megatron_patch.training.step import TrainStep
+from tests.model.build import tiny_model
+from tests.training.test_step import batches, no_flops
+
+
+class Clock:
+    """Stands still but for what is slowed down."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def slow(self, function):
+        def slowed(*args, **kwargs):
+            self.now += 1.0
+            return function(*args, **kwargs)
+
+        return slowed
+
+
+@pytest.fixture
+def step(device, tiny_base, make_settings, tmp_path):
+    model, state, pattern = tiny_model(tiny_base, init="copy")
+    settings = make_settings(tmp_path, "unused", optimizer="sgd", lr=0.0, min_lr=0.0).optim
+    ddp = wrap_ddp(model, use_distributed_optimizer=False)
+    optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)
+    return TrainStep(ddp, optimizer, state, device, 1.0, no_flops), pattern
+
+
+def run(step, pattern, save, steps=(2, 3), taken=3):
+    with StepProfile(steps, step, pattern, save) as profiled:
+        for iteration in range(1, taken + 1):
+            profiled.begin(iteration)
+            data = batches([(30, 3), (20, 4)], 1)
+            profiled.data_is_there()
+            step(data, "sparse")
+            profiled.end(iteration)
+
+
+@pytest.mark.parametrize("part", ["trunk", "DSA layers", "head and loss", "gradient sums", "optimizer"])
+def test_a_part_that_takes_time_is_the_one_that_is_charged(step, tmp_path, part, monkeypatch):
+    step, pattern = step
+    model, clock = step.model.module, Clock()
+    holder, name, calls = {
+        "trunk": (model.decoder.layers[1], "forward", 2),
+        "DSA layers": (model.decoder.layers[-1], "forward", 2),
+        "head and loss": (model.decoder.final_layernorm, "forward", 2),
+        "gradient sums": (model.config, "finalize_model_grads_func", 1),
+        "optimizer": (step.optimizer, "step", 1),
+    }[part]
+    monkeypatch.setattr(holder, name, clock.slow(getattr(holder, name)))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    run(step, pattern, tmp_path, (1, 1), 1)
+    found = json.loads((tmp_path / "profile_1_1.json").read_text())["seconds"]
+    assert found == dict.fromkeys(PARTS, 0.0) | {part: calls}
+
+
+def test_backward_passes_are_charged_to_what_they_go_through(step, tmp_path):
+    step, pattern = step
+    model, seen = step.model.module, []
+    clock = profile.StepClock(step.device)
+    switch = clock.switch
+
+    def noted(part):
+        seen.append(part)
+        switch(part)
+
+    clock.switch = noted
+    with profile.ExitStack() as until:
+        clock.follow(step, pattern, until)
+        step(batches([(30, 3), (20, 4)], 1), "sparse")
+        clock.switch(None)
+    micro_batch = ["trunk", "DSA layers", "head and loss", "DSA layers"]  # the last is the backward pass
+    assert seen == [*micro_batch, *micro_batch, "gradient sums", "other", "optimizer", "other", None]
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in (model, model.decoder.layers[-1], model.decoder.final_layernorm))
+    assert "step" not in vars(step.optimizer)
+
+
+def test_it_writes_a_trace_and_prints_the_table(step, tmp_path, capsys):
+    step, pattern = step
+    run(step, pattern, tmp_path)
+    found = json.loads((tmp_path / "profile_2_3.json").read_text())
+    assert found["steps"] == 2 and all(value > 0 for value in found["seconds"].values())
+    names = {event.get("name") for event in json.loads((tmp_path / "trace_2_3.json").read_text())["traceEvents"]}
+    assert {f"step: {part}" for part in PARTS} <= names
+    assert "mean of 2 steps" in (printed := capsys.readouterr().out) and "100.0%" in printed
+
+
+def test_a_run_that_stops_early_reports_the_steps_it_took(step, tmp_path):
+    step, pattern = step
+    run(step, pattern, tmp_path, (2, 9), 3)
+    assert json.loads((tmp_path / "profile_2_9.json").read_text())["steps"] == 2
+    assert torch.is_grad_enabled()
