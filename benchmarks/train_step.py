@@ -102,7 +102,7 @@ def real_width() -> None:
     """Run two steps at V2-Lite's widths and print where the second one's time goes."""
     sizes = random_model.V2_LITE | {"num_hidden_layers": 2}  # the lowest is dense, as V2-Lite's; the other has the experts
     made, batches = make_step(sizes, 4096, 1, REAL_DSA, dtype=torch.bfloat16)
-    from megatron_patch.training.profile import StepClock, breakdown  # megatron-core may be imported once a device is active
+    from megatron_patch.training.profile import StepClock, breakdown  # only once a device is active
 
     weights = sides.peak_mb()
     step = made()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import megatron_patch
 from megatron_patch.checkpoint import export_files
 from megatron_patch.checkpoint.base_indexers import open_base_indexers
-from megatron_patch.checkpoint.base_shards import place_base, target_name
+from megatron_patch.checkpoint.base_shards import Placed, damaged_copy, place_base
 from megatron_patch.checkpoint.export_readme import Story, write_readme
 from megatron_patch.checkpoint.hf_mapping import HybridMapping, dsa_names, hybrid_mapping, require_same_names, sizes
 from megatron_patch.checkpoint.layouts import ARCHITECTURES, NATIVE, layout_config
@@ -32,7 +32,7 @@ from megatron_patch.checkpoint.manifest import (
 from megatron_patch.checkpoint.native_view import NativeView
 from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
-from megatron_patch.io.hashes import file_sha256, identity_of, model_file_hashes
+from megatron_patch.io.hashes import file_sha256, identity_of
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile
 from megatron_patch.model.architecture import Architecture, read_architecture, read_config
@@ -81,14 +81,11 @@ def export(
     arch = read_architecture(base)
     export_files.require_tokenizer(base)
     verify_files(directory, manifest, only=(WEIGHTS_FILE,))  # not the optimizer's state, which is larger
-    hashes = model_file_hashes(base, progress=progress)
-    require_base(manifest, base, identity_of(hashes))
     mapping = _check_checkpoint(directory, manifest, arch)
     config = layout_config(layout, read_config(base), arch, manifest.layer_pattern, manifest.dsa, manifest.q_rank)
 
     source, trained = SafetensorsDir(base), SafetensorsFile(directory / WEIGHTS_FILE)
-    dtype, known = base_dtype(source), {}
-    native = None
+    dtype, native = base_dtype(source), None
     if layout == NATIVE:
         indexers = None
         if base_indexers is not None:
@@ -96,12 +93,12 @@ def export(
         native = NativeView(source, arch, manifest.layer_pattern, manifest.dsa, indexers)
     with atomic_directory(output) as partial:
         if native is not None:
-            weight_map, new = native.write_base(partial, SHARD_BYTES, progress)
+            placed, new = native.write_base(partial, SHARD_BYTES, progress)
         else:
-            weight_map, new = place_base(source, partial, base_shards, hashes, progress), {}
-            known = {target_name(file): hashes[file][1] for file in source.files}
+            placed, new = place_base(source, partial, base_shards, progress), {}
+        _require_base(manifest, base, placed)
         new |= _write_trained(trained, mapping, dtype, partial, progress)
-        _write_index(partial, source, weight_map, new)
+        _write_index(partial, source, placed.weight_map, new)
         atomic_write_json(partial / "config.json", config)
         export_files.copy_code(partial)
         notes = export_files.copy_texts(base, partial, native=native is not None)
@@ -115,11 +112,11 @@ def export(
             native=native,
         )
         write_readme(partial, story)
-        _write_manifest(partial, layout, manifest, base, known, native)
+        _write_manifest(partial, layout, manifest, base, placed.copies, native)
     for note in [*notes, *(native.notes() if native else [])]:
         print(f"note: {note}")
     print(
-        f"exported iteration {manifest.iteration} ({manifest.kind}) to {output}: {len(weight_map) + len(new)} tensors, "
+        f"exported iteration {manifest.iteration} ({manifest.kind}) to {output}: {len(placed.weight_map) + len(new)} tensors, "
         f"{layout} layout"
     )
 
@@ -147,6 +144,17 @@ def _check_kind(manifest: TrainingManifest, checkpoint: str | Path) -> None:
             f"--checkpoint holds trained DSA layers: {checkpoint} holds the base's indexers; give it as --base-indexers, and "
             "the run that trained the DSA layers here"
         )
+
+
+def _require_base(manifest: TrainingManifest, base: Path, placed: Placed) -> None:
+    """The copies are of the base that was trained on. If not, it is another, or the disk lost something.
+
+    Known only now, for the base is read once; the caller removes what it wrote.
+    """
+    identity = identity_of(placed.base)
+    if identity != manifest.base.sha256 and (reason := damaged_copy(base, placed)) is not None:
+        raise reason
+    require_base(manifest, base, identity)
 
 
 def _check_checkpoint(directory: Path, manifest: TrainingManifest, arch: Architecture) -> HybridMapping:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_patch.checkpoint import native_weights
 from megatron_patch.checkpoint.base_indexers import BaseIndexers
-from megatron_patch.checkpoint.base_shards import rename_in_base
+from megatron_patch.checkpoint.base_shards import Placed, rename_in_base
 from megatron_patch.checkpoint.layouts import NATIVE, export_tensors
 from megatron_patch.checkpoint.load_base import base_dtype
 from megatron_patch.io.safetensors_dir import SafetensorsDir
@@ -40,8 +40,8 @@ class NativeView:
 
     def write_base(
         self, output: Path, most_bytes: int, progress: bool
-    ) -> tuple[dict[str, str], dict[str, tuple[str, int]]]:
-        """Write the base's layers; (name -> file of the base's tensors, name -> (file, bytes) of the new ones)."""
+    ) -> tuple[Placed, dict[str, tuple[str, int]]]:
+        """Write the base's layers; (the base's tensors, name -> (file, bytes) of the new ones)."""
         tensors = export_tensors(NATIVE, self.arch, self.pattern, self.dsa)
         dtype = base_dtype(self.source)
         names = {name: tensors.kept.get(name, name) for name in self.source}
@@ -51,8 +51,8 @@ class NativeView:
                 return self.indexers.of_layer(layer)
             return native_weights.neutral_indexer(tensors.shapes, layer, dtype)
 
-        weight_map = rename_in_base(self.source, output, names, progress)
-        return weight_map, native_weights.write_base_additions(
+        placed = rename_in_base(self.source, output, names, progress)
+        return placed, native_weights.write_base_additions(
             self.source, self.arch.num_layers, dtype, output, indexer, most_bytes
         )
 

@@ -31,22 +31,27 @@ def tensor_sha256(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def model_file_hashes(directory: str | Path, *, progress: bool = False) -> dict[str, tuple[int, str]]:
+def model_file_hashes(
+    directory: str | Path, *, progress: bool = False, known: Mapping[str, tuple[int, str]] | None = None
+) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file that makes a model what it is: config.json, the index, the weights it names.
 
     Args:
         directory: a Hugging Face directory.
         progress: show a bar over the bytes on stderr.
+        known: sizes and hashes of some of the files, which are not read.
 
     Raises:
         UserError: the weights are missing, truncated or not safetensors.
     """
-    directory = Path(directory)
+    directory, known = Path(directory), known or {}
     extra = [name for name in ("config.json", INDEX_FILE) if (directory / name).is_file()]
-    sizes = {name: (directory / name).stat().st_size for name in [*extra, *SafetensorsDir(directory).files]}
+    names = {*extra, *SafetensorsDir(directory).files} - known.keys()
+    sizes = {name: (directory / name).stat().st_size for name in names}
     label = f"hash {directory.name}"
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc=label, disable=not progress) as bar:
-        return {name: (size, file_sha256(directory / name, bar.update)) for name, size in sorted(sizes.items())}
+        found = {name: (size, file_sha256(directory / name, bar.update)) for name, size in sorted(sizes.items())}
+    return dict(sorted((found | dict(known)).items()))
 
 
 def identity_of(hashes: Mapping[str, tuple[int, str]]) -> str:

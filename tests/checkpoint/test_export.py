@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_patch.checkpoint import base_shards, export_files
+from megatron_patch.checkpoint import export_files
 from megatron_patch.checkpoint.base_shards import RENAMED_SINGLE
 from megatron_patch.checkpoint.export import export
 from megatron_patch.checkpoint.hf_mapping import hybrid_mapping
@@ -164,24 +164,59 @@ def test_big_checkpoints_are_sharded(tmp_path, base, run, exported, monkeypatch)
 def test_copies_plainly_where_the_kernel_cannot(tmp_path, base, run, exported, monkeypatch):
     calls = []
 
-    def refuse(reader, writer, count):
+    real = os.copy_file_range
+
+    def refuse(reader, writer, count, start, end):
         calls.append(count)
-        if len(calls) % 2:
-            return os.sendfile(writer, reader, None, 1000)  # a part is written before it fails
+        if start == 0:
+            return real(reader, writer, 1000, start, end)  # a part is written before it fails
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
     export(run, base, tmp_path / "out", progress=False)
     for shard in base.glob("*.safetensors"):
         assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
-    assert len(calls) == 4
+    assert len(calls) > 4
 
 
-def test_a_copy_that_differs_is_noticed(tmp_path, base, run, monkeypatch):
-    monkeypatch.setattr(base_shards, "_copy", lambda source, target, bar: target.write_bytes(b"x"))
-    with pytest.raises(OSError, match=r"differs from .* after copying"):
-        export(run, base, tmp_path / "out", progress=False)
+@pytest.mark.parametrize("layout", ["hybrid", "native"])
+def test_a_copy_that_differs_is_noticed(tmp_path, base, run, monkeypatch, layout):
+    real = os.copy_file_range
+
+    def loses_a_byte(reader, writer, count, start, end):
+        done = real(reader, writer, count, start, end)
+        if done:
+            os.pwrite(writer, bytes([os.pread(writer, 1, end)[0] ^ 1]), end)
+        return done
+
+    monkeypatch.setattr(os, "copy_file_range", loses_a_byte)
+    with pytest.raises(OSError, match=r"the copy of .* differs from it"):
+        export(run, base, tmp_path / "out", layout=layout, progress=False)
     assert os.listdir(tmp_path) == []  # nothing half-written stays
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_disk_that_fills_up_is_told_and_short_writes_are_gone_on_with(tmp_path, base, run, exported, monkeypatch, fails):
+    real = os.pwrite
+
+    def refuse(*_):
+        raise OSError(18, "Invalid cross-device link")
+
+    def short(file, piece, end):
+        if fails and end > 3000:
+            raise OSError(28, "No space left on device")
+        return real(file, piece[:1000], end)
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(os, "pwrite", short)
+    if fails:
+        with pytest.raises(OSError, match="No space left"):
+            export(run, base, tmp_path / "out", progress=False)
+        assert os.listdir(tmp_path) == []
+        return
+    export(run, base, tmp_path / "out", progress=False)
+    for shard in base.glob("*.safetensors"):
+        assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
 
 
 def test_other_base_is_refused_by_name(tmp_path, base, run):
