@@ -12,18 +12,16 @@ resident set, and the part of it that importing the command takes is printed too
 import argparse
 import json
 import os
-import re
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from sides import forget, python, timed  # noqa: E402
 
 from megatron_patch import __version__  # noqa: E402
 from megatron_patch.io.raw_safetensors import header_bytes  # noqa: E402
@@ -88,36 +86,6 @@ def make_plan(model: Path, file: Path) -> None:
     layers = tuple(range(1, LAYERS + 1))
     Statistics("deepseek_v3", model_sha256(model), layers, EXPERTS, 8, {"x": seen}).save(file.with_suffix(".stats"))
     file.write_text(json.dumps(make_plan(model, Wish(keep=EXPERTS // 2), file.with_suffix(".stats"))))
-
-
-def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that both sides read from the disk."""
-    for item in folder.rglob("*"):
-        if item.is_file():
-            number = os.open(item, os.O_RDONLY)
-            os.fsync(number)
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(number)
-
-
-def timed(command: list[str]) -> tuple[float, float, str]:
-    """Seconds, the seconds of CPU that it took, and what it printed."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
-
-
-def python(code: str) -> tuple[float, float, int]:
-    """`timed` of a Python program, and its largest resident set in bytes.
-
-    From VmHWM, which starts anew with a program; the figure of getrusage begins with that of the process that started it.
-    """
-    peak = "; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-    seconds, cpu, out = timed([sys.executable, "-c", code + peak])
-    return seconds, cpu, int(re.search(r"VmHWM:\s+(\d+) kB", out)[1]) * 1024
 
 
 def main() -> None:

@@ -4,12 +4,13 @@ The base's tensors are copied byte for byte; the DSA layers' are written anew, a
 base's layers.
 """
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -34,7 +35,8 @@ from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
 from megatron_patch.io.hashes import file_sha256, identity_of
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
-from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile
+from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile, all_finite
+from megatron_patch.io.write_safetensors import write_stream
 from megatron_patch.model.architecture import Architecture, read_architecture, read_config
 
 SCHEMA = 1
@@ -97,7 +99,8 @@ def export(
         else:
             placed, new = place_base(source, partial, base_shards, progress), {}
         _require_base(manifest, base, placed)
-        new |= _write_trained(trained, mapping, dtype, partial, progress)
+        of_dsa, hashes = _write_trained(trained, mapping, dtype, partial, progress)
+        new |= of_dsa
         _write_index(partial, source, placed.weight_map, new)
         atomic_write_json(partial / "config.json", config)
         export_files.copy_code(partial)
@@ -112,7 +115,7 @@ def export(
             native=native,
         )
         write_readme(partial, story)
-        _write_manifest(partial, layout, manifest, base, placed.copies, native)
+        _write_manifest(partial, layout, manifest, base, placed.copies | hashes, native)
     for note in [*notes, *(native.notes() if native else [])]:
         print(f"note: {note}")
     print(
@@ -182,32 +185,41 @@ def _check_checkpoint(directory: Path, manifest: TrainingManifest, arch: Archite
 
 def _write_trained(
     trained: SafetensorsFile, mapping: HybridMapping, dtype: torch.dtype, output: Path, progress: bool
-) -> dict[str, tuple[str, int]]:
-    """Write the DSA layers under Hugging Face names in the base's dtype; returns name -> (file, bytes)."""
+) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
+    """Write the DSA layers under Hugging Face names in the base's dtype; (name -> (file, bytes), file -> SHA-256)."""
     names = sorted(trained.names)
     parts = _group_by_bytes(trained, names, dtype)
     placed: dict[str, tuple[str, int]] = {}
-    converted: Counter = Counter()
+    hashes: dict[str, str] = {}
     with tqdm(total=len(names), unit="tensor", desc="write DSA layers", disable=not progress) as bar:
         for number, part in enumerate(parts, start=1):
             file = f"model-dsa-{number:05d}-of-{len(parts):05d}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for name in part:
-                tensor = trained.load(name)
-                if not tensor.isfinite().all():
-                    raise UserError(
-                        f"trained weights must be finite: {name} in {trained.path} is not; use an older iteration"
-                    )
-                converted[tensor.dtype] += 1
-                # clones: safetensors refuses to write views that share memory
-                tensors |= {hf: view.to(dtype, copy=True) for hf, view in mapping.to_hf(name, tensor).items()}
-                bar.update()
-            save_file(tensors, output / file, metadata={"format": "pt"})
-            placed |= {hf: (file, tensor.nbytes) for hf, tensor in tensors.items()}
-    for stored, count in converted.items():
+            header = [(hf, dtype, shape) for name in part for hf, shape in _shapes(trained, mapping, name).items()]
+            hashes[file] = write_stream(output / file, header, _converted(trained, part, mapping, dtype, bar))
+            placed |= {hf: (file, math.prod(shape) * dtype.itemsize) for hf, _, shape in header}
+    for stored, count in Counter(trained.dtype(name) for name in names).items():
         if stored != dtype:
             print(f"note: {count} trained tensors were converted from {stored} to the base's {dtype}")
-    return placed
+    return placed, hashes
+
+
+def _shapes(trained: SafetensorsFile, mapping: HybridMapping, name: str) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of the tensors that a trained one becomes."""
+    empty = torch.empty(trained.shape(name), device="meta")
+    return {hf: tuple(view.shape) for hf, view in mapping.to_hf(name, empty).items()}
+
+
+def _converted(
+    trained: SafetensorsFile, names: list[str], mapping: HybridMapping, dtype: torch.dtype, bar: tqdm
+) -> Iterator[Tensor]:
+    """The trained tensors' parts, one in memory at a time."""
+    for name in names:
+        tensor = trained.load(name)
+        if not all_finite(tensor):
+            raise UserError(f"trained weights must be finite: {name} in {trained.path} is not; use an older iteration")
+        for view in mapping.to_hf(name, tensor).values():
+            yield view.to(dtype)
+        bar.update()
 
 
 def _group_by_bytes(trained: SafetensorsFile, names: list[str], dtype: torch.dtype) -> list[list[str]]:

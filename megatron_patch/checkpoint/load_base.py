@@ -19,7 +19,7 @@ from megatron_patch.checkpoint.hf_mapping import (
     require_same_names,
 )
 from megatron_patch.errors import UserError
-from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile
+from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile, all_finite
 from megatron_patch.model.architecture import Architecture
 from megatron_patch.model.names import expert_number, global_parameters
 
@@ -235,8 +235,7 @@ def _fill(
             if view is None:
                 continue
             tensor = source.load(key)
-            # The extremes carry NaN and infinity, and are forty times as fast to find as isfinite is.
-            if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            if not all_finite(tensor):
                 raise UserError(
                     f"weights must be finite: {key} in {source.path} holds {int((~tensor.isfinite()).sum())} values that "
                     "are not; get the file again, or use an older checkpoint"

@@ -5,7 +5,8 @@ a number; here a tensor at a time leaves its device, and the system's `OSError` 
 """
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +25,22 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
         OSError: the disk is full, and so on.
         KeyError: a dtype that the format lacks.
     """
-    rows = [(name, _CODES[t.dtype], tuple(t.shape), t.numel() * t.element_size()) for name, t in tensors.items()]
+    return write_stream(path, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], tensors.values())
+
+
+def write_stream(
+    path: str | Path, header: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]
+) -> str:
+    """As `write_safetensors`, of tensors that are made one by one.
+
+    Args:
+        header: (name, dtype, shape) of each.
+        tensors: in the header's order.
+
+    Raises:
+        ValueError: they are not those of the header; the file is of no use.
+    """
+    rows = [(name, _CODES[dtype], shape, math.prod(shape) * dtype.itemsize) for name, dtype, shape in header]
     digest = hashlib.sha256()
     with open(path, "wb") as file:
 
@@ -33,7 +49,9 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
             file.write(data)
 
         write(header_bytes(rows, {"format": "pt"}))
-        for tensor in tensors.values():
+        for (name, dtype, shape), tensor in zip(header, tensors, strict=True):
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the header says {dtype} {shape}")
             flat = tensor.detach().cpu().contiguous().flatten()
             if flat.numel():
                 write(flat.view(torch.uint8).numpy().data)
