@@ -63,10 +63,21 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
 
 def encode_plain(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, without BOS or EOS; names of special tokens in the text are ordinary characters."""
-    encoded = tokenizer(
-        list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-    )
-    return encoded["input_ids"]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # A tokenizer in Python, or one whose own code may do more than its backend.
+    if not hasattr(backend, "encode_batch_fast") or not type(tokenizer).__module__.startswith("transformers."):
+        encoded = tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+        )
+        return encoded["input_ids"]
+    # What transformers does, without the places of tokens in the text and its own copies: a quarter faster.
+    backend.no_truncation()
+    backend.no_padding()
+    before, backend.encode_special_tokens = backend.encode_special_tokens, True
+    try:
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    finally:
+        backend.encode_special_tokens = before
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_patch.data.tokenizer import load_tokenizer
+from megatron_patch.data.tokenizer import encode_plain, load_tokenizer
 from megatron_patch.errors import UserError
 from tests.data.files import pretrain, write_as, write_jsonl
 
@@ -164,3 +164,17 @@ def test_wrong_arguments(tmp_path, tiny_tokenizer):
     pretrain([source], tiny_tokenizer, tmp_path / "P")
     with pytest.raises(UserError, match=r"must not exist yet: .*P\.bin"):
         pretrain([source], tiny_tokenizer, tmp_path / "P")
+
+
+@pytest.mark.parametrize("name", ["tiny_tokenizer", "deepseek_tokenizer"])
+def test_the_backend_alone_finds_transformers_tokens(request, name):
+    """`encode_plain` goes past transformers' own call, which is slower."""
+    tokenizer = load_tokenizer(request.getfixturevalue(name))
+    tokenizer.backend_tokenizer.enable_truncation(3)  # what a tokenizer.json may hold
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    texts = ["", " ", "two words", f"a{tokenizer.eos_token}b{tokenizer.bos_token}", "line\n\n\tbreaks  ", "Grüße, 世界 🙂", "x" * 999]
+    expected = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    assert encode_plain(tokenizer, texts) == expected
+    assert tokenizer.encode(tokenizer.eos_token, add_special_tokens=False) == [tokenizer.eos_token_id]  # as before
