@@ -18,7 +18,7 @@ from megatron_patch.io.raw_safetensors import RawFile, header_bytes
 from megatron_patch.io.safetensors_dir import SINGLE_FILE, SafetensorsDir
 
 RENAMED_SINGLE = "model-base-00001-of-00001.safetensors"  # beside an index, readers would take model.safetensors alone
-_PIECE_BYTES = 1 << 24
+_PIECE_BYTES, _BUFFER_BYTES = 1 << 24, 1 << 20
 _THREADS = 8  # at most; hashing and copying leave Python's lock
 
 
@@ -120,11 +120,17 @@ def _copy(
         copied = original if header is None else hashlib.sha256(header)
         writer.write(header or b"")
         writer.flush()
+        buffer = memoryview(bytearray(_BUFFER_BYTES))  # used again: fresh memory costs as much as the hash
         for begin, count in _copied_pieces(reader, writer, start):
-            piece = os.pread(writer.fileno(), count, begin)
-            original.update(piece)
-            if copied is not original:
-                copied.update(piece)
+            end = begin + count
+            while begin < end:
+                piece = buffer[: os.preadv(writer.fileno(), [buffer[: end - begin]], begin)]
+                if not piece:
+                    raise OSError(f"{target} ended at byte {begin}, {end} were written: the disk or its driver is at fault")
+                begin += len(piece)
+                original.update(piece)
+                if copied is not original:
+                    copied.update(piece)
             moved(count)
     return original.hexdigest(), copied.hexdigest()
 

@@ -10,17 +10,17 @@ from tqdm import tqdm
 
 from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 
 
 def file_sha256(path: str | Path, progress: Callable[[int], object] | None = None) -> str:
     """SHA-256 of a file, hex; `progress` is called with the number of bytes after each piece."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_CHUNK):
-            digest.update(piece)
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))  # used again: fresh memory costs as much as the hash
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
             if progress is not None:
-                progress(len(piece))
+                progress(count)
     return digest.hexdigest()
 
 
