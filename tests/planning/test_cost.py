@@ -134,6 +134,28 @@ def test_nothing_is_recommended_where_nothing_fits(v2_lite: Architecture) -> Non
     assert {layout.tp for layout in layouts(v2_lite, 29, 64)} == {1, 2, 4, 8}
 
 
+def test_what_training_refuses_is_recommended_last_and_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """10 GB hold V2-Lite on 8 devices only with tensor parallelism; 24 GB with experts spread, which is slower by the estimate of
+    slow links but trains."""
+    file, trains = tmp_path / "layout.json", {}
+    for memory in (10, 24):
+        report.run(V2_LITE, devices=8, device_memory_gb=memory, tflops=1000, bandwidth_gb=1, json_file=file)
+        got = json.loads(file.read_text())
+        trains[memory] = got["recommended"]["trains"]
+        assert ("recommended_not_in_this_release" in [w["code"] for w in got["warnings"]]) is not trains[memory]
+        assert trains[memory] is (got["recommended"]["layout"]["tp"] == 1)
+    assert trains == {10: False, 24: True}
+    assert "the training scripts refuse the recommended layout" in capsys.readouterr().out
+
+
+def test_a_batch_that_nothing_divides_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory is not what is lacking there."""
+    report.run(V2_LITE, devices=12, device_memory_gb=64)
+    assert "recommended: none, no layout of these devices divides a batch of 64" in capsys.readouterr().out
+    report.run(V2_LITE, devices=1, device_memory_gb=1, global_batch_size=10**30)  # and a huge one costs no memory here
+    assert "recommended: none, no layout fits 1 GB" in capsys.readouterr().out
+
+
 def test_the_loss_takes_a_chunk_of_logits(v2_lite: Architecture, tmp_path: Path) -> None:
     from megatron_patch.model import head_loss
 
@@ -177,7 +199,8 @@ def test_thousands_of_devices(tmp_path: Path, devices: int, experts: int, capsys
     assert got["parameters"]["base"] == 0 and best["bytes_per_device"]["total"] <= 0.9 * 64e9
     sizes = best["layout"]
     assert sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"] == devices and best["seconds"] > 0
-    assert "recommended: --" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "recommended: --" in out and f"{got['parameters']['total']:,}" in out, "a count is cut"
 
 
 def test_a_stage_holds_the_activations_of_what_is_in_flight(tmp_path: Path) -> None:
@@ -217,6 +240,9 @@ def test_layout_json_grows_only(tmp_path: Path) -> None:
         ({"tflops": 100}, "a time needs --tflops and --bandwidth-gb"),
         ({"tflops": 0, "bandwidth_gb": 1}, "--tflops must be positive: 0"),
         ({"global_batch_size": 0}, "--global-batch-size must be positive: 0"),
+        ({"dsa_layers": 10**12}, "at most 1000 layers: 1000000000027; lower"),
+        ({"layer_pattern": "mla*27,dsa*" + "9" * 5000}, "at most 1000 layers"),
+        ({"devices": 3, "parallel": PlanParallel(context_parallel_size=3)}, "must divide --seq-length: 4096 % 3"),
     ],
 )
 def test_mistakes_of_the_costs(options: dict, words: str) -> None:
@@ -227,5 +253,18 @@ def test_mistakes_of_the_costs(options: dict, words: str) -> None:
 def test_a_v32_takes_no_layer_pattern(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trains whole"):
         report.run(config(tmp_path), layer_pattern="dsa*61")
-    with pytest.raises(UserError, match="must name the sizes"):
-        report.run(config(tmp_path, q_lora_rank=None))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"q_lora_rank": None}, "has {'q_lora_rank': None}"),
+        ({"index_topk": "2048"}, "has {'index_topk': '2048'}"),
+        ({"index_n_heads": 64.5}, "has {'index_n_heads': 64.5}"),
+        ({"n_routed_experts": 4}, "must not exceed n_routed_experts: .* has 8 and 4"),
+        ({"num_hidden_layers": 10**12}, "at most 1000 layers"),
+    ],
+)
+def test_a_v32_whose_sizes_cannot_be(tmp_path: Path, change: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        report.run(config(tmp_path, **change))
