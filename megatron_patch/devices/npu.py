@@ -43,10 +43,20 @@ def is_installed() -> bool:
 
 
 def is_available() -> bool:
-    """Whether torch can use an NPU; imports torch_npu where it is installed."""
+    """Whether torch can use an NPU; imports torch_npu where it is installed.
+
+    Raises:
+        UserError: it is installed and does not load. The CPU in its place would be a silent fall-back.
+    """
     if not is_installed():
         return False
-    importlib.import_module("torch_npu")
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:  # a missing library of CANN, another torch, a driver: each has an exception of its own
+        raise UserError(
+            f"torch_npu is installed and does not load ({type(error).__name__}: {error}); source CANN's set_env.sh, "
+            "install the release that fits torch, or give --device cpu"
+        ) from error
     return torch.npu.is_available()
 
 
@@ -102,7 +112,7 @@ def repatch(*, expert_parallel: int) -> None:
         UserError: this MindSpeed's `repatch` takes no dictionary, or needs megatron.training.
     """
     adaptor = importlib.import_module(ADAPTOR)
-    with _one_line("repatch"):
+    with _one_line("repatch"), _visible_argv():  # a later MindSpeed may look at the command line again
         adaptor.repatch(typed_settings(expert_parallel=expert_parallel))
 
 

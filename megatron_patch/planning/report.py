@@ -20,7 +20,7 @@ from megatron_patch.planning.parameters import Count, Part, count, parts
 from megatron_patch.planning.recommend import Recommendation, batch_divides, recommend
 
 SCHEMA = 1
-_FILE_WIDTH = 120  # columns of a pipe or a file, where rich would take 80 and cut the counts
+_MIN_WIDTH = 100  # narrower, the table would cut the counts
 _CROWDED = 0.9  # of a device's memory: above it, communication buffers and fragmentation decide
 
 
@@ -117,7 +117,8 @@ def run(
         pattern, by_name, model, layout, used, work, cost, global_batch_size, micro_batches, device_memory_gb, recommended, divides, warnings
     )
     console = Console()
-    show(console if console.is_terminal else Console(width=_FILE_WIDTH), plan)
+    console.width = max(console.width, _MIN_WIDTH)
+    show(console, plan)
     if json_file is not None:
         json_file.write_text(json.dumps(_document(plan), indent=2) + "\n")
     return 0
@@ -216,7 +217,7 @@ def show(console: Console, plan: Plan) -> None:
     """The tables."""
     table = Table(title=f"Parameters of {format_pattern(plan.pattern)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("part", "frozen", "trainable", "total", "per token"):
-        table.add_column(column, justify="left" if column == "part" else "right", overflow="fold")
+        table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
     for name, each in plan.by_name.items():
         table.add_row(name, *(f"{n:,}" for n in (each.base, each.trainable, each.total, each.active)))
     table.add_section()

@@ -39,4 +39,4 @@ configs.TransformerConfig.__post_init__ = post_init
 def repatch(args):
     if MODE == "old_repatch":
         args = vars(args)
-    record.note("repatch " + " ".join(f"{name}={type(value).__name__}:{value}" for name, value in sorted(args.items())))
+    record.note(f"repatch argv={len(sys.argv)} " + " ".join(f"{name}={type(value).__name__}:{value}" for name, value in sorted(args.items())))
