@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_patch.devices import npu
+from megatron_patch.devices.device import Device
 
 from .forked import Forks
 
@@ -40,6 +44,8 @@ parallel_state.get_expert_model_parallel_world_size = lambda: 8
 random.model_parallel_cuda_manual_seed = lambda seed: record.note(f"seed {seed}")
 devices.initialize_distributed(device, 7, expert_parallel=8)
 print("\\n".join(record.EVENTS))
+from megatron.core.transformer import attention
+print("mended again", attention.HAVE_TE is False)
 """
 CONFIG = """
 from dataclasses import fields
@@ -85,6 +91,7 @@ def test_everything_happens_once_and_in_order(run: Run) -> None:
         f"repatch argv=1 {typed}",
         "parallel 8",
         "seed 7",
+        "mended again True",
     ]
     assert "set_device 1" in done.stdout
 
@@ -124,6 +131,7 @@ print([each for each in sys.modules if each.split(".")[0] in ("torch_npu", "mind
 def test_the_default_is_the_npu_where_there_is_one(run: Run) -> None:
     code = "from megatron_patch.devices.device import default_name\nprint(default_name())"
     assert run(code).stdout.strip() == "npu"
+    assert run("import torch\ntorch.cuda.is_available = lambda: True\n" + code).stdout.strip() == "npu", "what transfer_to_npu makes of it"
     assert run(code, STAND_IN="no_npu").stdout.strip() == "cpu"
     assert run(code, path=()).stdout.strip() == "cpu"
     broken = run("from megatron_patch import errors\nimport sys\n" + code.replace("print(default_name())", "sys.exit(errors.run(default_name))"), STAND_IN="breaks")
@@ -164,6 +172,12 @@ def test_another_repatch_is_named(run: Run) -> None:
     done = run(code, STAND_IN="old_repatch")
     assert done.returncode == 2
     assert "must be that of branch core_r0.16.0: its repatch failed with TypeError" in done.stderr
+
+
+def test_sums_in_fp64_lie_where_they_can_be_added_up() -> None:
+    """HCCL adds up none: they go through gloo."""
+    assert Device("npu", torch.device("meta"), npu.BACKEND).sums_device.type == "cpu" and "cpu:gloo" in npu.BACKEND
+    assert Device("cuda", torch.device("meta"), "nccl").sums_device.type == "meta"
 
 
 def test_megatron_core_must_come_after(run: Run) -> None:
