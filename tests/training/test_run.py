@@ -17,7 +17,9 @@ from megatron_patch import errors
 from megatron_patch.checkpoint.export import export
 from megatron_patch.config import PRETRAIN, SFT
 from megatron_patch.errors import NonFiniteError, UserError
+from megatron_patch.model.architecture import DsaSettings, read_architecture
 from megatron_patch.ops.backends import BACKENDS, choose_backend
+from megatron_patch.planning.parameters import count, parts
 from megatron_patch.training import loop, setup
 from megatron_patch.training.loop import train
 from tests.checkpoint.models import DSA
@@ -153,9 +155,9 @@ def test_recall_is_computed_for_rows_and_evaluations_alone(device, make_settings
     assert all(0 < row["index_recall"] <= 1 for row in evaluations)
 
 
-def test_other_backends_train_as_the_chunked_one(device, make_settings, text_prefix, tmp_path, monkeypatch, capsys):
+def test_other_backends_train_as_the_chunked_one(device, make_settings, tiny_base, text_prefix, tmp_path, monkeypatch, capsys):
     """The loss curve of the op that was the default before, to rounding: warm-up and sparse stage. Ascend's through the emulator
-    of its operators; which form of the KL it takes, and why, is said once."""
+    of its operators; which form of the KL it takes, and why, is said once, beside the counts that a plan gives."""
     monkeypatch.setitem(sys.modules, "torch_npu", Contract(wide=True))
     ascend = dataclasses.replace(BACKENDS["npu"], check=None)  # the tiny base has none of the operators' sizes
     monkeypatch.setattr(setup, "choose_backend", lambda name, kind: ascend if name == "auto" else choose_backend(name, kind))
@@ -170,7 +172,10 @@ def test_other_backends_train_as_the_chunked_one(device, make_settings, text_pre
     # Measured 1e-7; sums in another order move parameters, and what that does grows from step to step.
     for other in ("sparse", "auto"):
         torch.testing.assert_close(curves[other], curves["chunked"], rtol=1e-5, atol=0)
-    assert capsys.readouterr().out.count("DSA backend npu (KL chunked: the fused operator takes 32, 64 or 128 attention heads, not 4)") == 1
+    out = capsys.readouterr().out
+    assert out.count("DSA backend npu (KL chunked: the fused operator takes 32, 64 or 128 attention heads, not 4)") == 1
+    _, planned = count(parts(read_architecture(tiny_base), ("mla",) * 3 + ("dsa",) * 2, DsaSettings(8, 32, 16)))
+    assert out.count(f"{planned.total / 1e6:,.2f}M parameters, {planned.trainable / 1e6:,.2f}M of them train") == 3
 
 
 def test_wandb_offline_and_tensorboard_hold_the_rows(device, make_settings, text_prefix, tmp_path):
