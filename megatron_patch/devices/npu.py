@@ -109,11 +109,19 @@ def repatch(*, expert_parallel: int) -> None:
     """Tell MindSpeed what it must know; after all of megatron-core is imported, before parallel groups are made.
 
     Raises:
-        UserError: this MindSpeed's `repatch` takes no dictionary, or needs megatron.training.
+        UserError: this MindSpeed's `repatch` takes no settings, or needs megatron.training.
     """
     adaptor = importlib.import_module(ADAPTOR)
     with _one_line("repatch"), _visible_argv():  # a later MindSpeed may look at the command line again
-        adaptor.repatch(typed_settings(expert_parallel=expert_parallel))
+        adaptor.repatch(_Settings(typed_settings(expert_parallel=expert_parallel)))
+
+
+class _Settings(dict):
+    """A dictionary whose items are its attributes, too: some commits of MindSpeed read `vars()` of what `repatch` is given."""
+
+    def __init__(self, settings: dict[str, bool | int | str]):
+        super().__init__(settings)
+        self.__dict__.update(settings)
 
 
 def _import_adaptor() -> None:

@@ -74,8 +74,10 @@ def run() -> Iterator[Run]:
     forks.close()
 
 
-def test_everything_happens_once_and_in_order(run: Run) -> None:
-    done = run(ACTIVATE + "devices.activate('npu')\n" + INITIALIZE, *FLAGS, LOCAL_RANK="1")
+@pytest.mark.parametrize("mode", ["", "namespace"])
+def test_everything_happens_once_and_in_order(run: Run, mode: str) -> None:
+    """Whether `repatch` takes a dictionary, or what has attributes."""
+    done = run(ACTIVATE + "devices.activate('npu')\n" + INITIALIZE, *FLAGS, LOCAL_RANK="1", STAND_IN=mode)
     assert done.returncode == 0, done.stderr
     events = [line for line in done.stdout.splitlines() if not line.startswith("set_device")]
     typed = (
