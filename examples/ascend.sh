@@ -35,6 +35,20 @@ if [[ "$DETERMINISTIC" != 0 ]]; then
   export PYTHONHASHSEED="${PYTHONHASHSEED:-1234}"
 fi
 
+# check_settings: numbers and switches, before torchrun or the shell says something else about them, or takes `no` for yes.
+check_settings() {
+  local name
+  for name in DETERMINISTIC RECOMPUTE_DSA DISTRIBUTED_OPTIMIZER BF16; do
+    [[ "${!name}" == [01] ]] || fail "$name must be 0 or 1: ${!name}; 1 switches it on"
+  done
+  for name in NPROC NNODES TENSOR_PARALLEL PIPELINE_PARALLEL EXPERT_PARALLEL SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE; do
+    [[ "${!name}" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$name must be a whole number above 0: ${!name}; unset it for its default"
+  done
+  if [[ ! "$NODE_RANK" =~ ^[0-9]{1,6}$ ]] || ((10#$NODE_RANK >= NNODES)); then
+    fail "NODE_RANK counts the nodes from 0: $NODE_RANK of $NNODES; give each node its own"
+  fi
+}
+
 # several_nodes: what more than one node needs, before a process waits in vain for the others.
 several_nodes() {
   [[ "$NNODES" == 1 ]] && return
@@ -52,11 +66,19 @@ layout_flags() {
   [[ "$DISTRIBUTED_OPTIMIZER" == 0 ]] || LAYOUT+=(--use-distributed-optimizer)
 }
 
+# plan_flags: the rest of what decides about the plan, into the array PLAN.
+plan_flags() {
+  PLAN=(--global-batch-size "$GLOBAL_BATCH_SIZE")
+  [[ "$RECOMPUTE_DSA" == 0 ]] || PLAN+=(--recompute-dsa)
+  [[ "$BF16" == 1 ]] || PLAN+=(--no-bf16)
+}
+
 # show_plan: parameters and bytes per device of what would run; on standard error, so that standard output is the command alone.
 show_plan() {
+  plan_flags
   "$(tool dsa-upcycle)" plan --base "$BASE_MODEL" --dsa-layers "$DSA_LAYERS" --index-topk "$INDEX_TOPK" \
     --index-n-heads "$INDEX_N_HEADS" --index-head-dim "$INDEX_HEAD_DIM" --seq-length "$SEQ_LENGTH" \
-    --micro-batch-size "$MICRO_BATCH_SIZE" --devices "$((NNODES * NPROC))" --device-memory-gb "$DEVICE_MEMORY_GB" "${LAYOUT[@]}" >&2 ||
+    --micro-batch-size "$MICRO_BATCH_SIZE" --devices "$((NNODES * NPROC))" --device-memory-gb "$DEVICE_MEMORY_GB" "${LAYOUT[@]}" "${PLAN[@]}" >&2 ||
     echo "no plan of $BASE_MODEL: the line above says why" >&2
 }
 
@@ -64,6 +86,7 @@ show_plan() {
 train() {
   local step=$1 more=()
   shift
+  check_settings
   load_cann
   several_nodes
   layout_flags
@@ -88,22 +111,31 @@ export_settings() {
   export INDEX_TOPK INDEX_N_HEADS INDEX_HEAD_DIM SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE WANDB_PROJECT
 }
 
+# files_of WORDS: into the array FILES, what one pattern stands for (its folder may have spaces), else each word's files.
+files_of() {
+  local IFS=
+  # shellcheck disable=SC2206  # the patterns are meant to become their files
+  FILES=($1)
+  [[ -e "${FILES[0]}" ]] && return
+  IFS=$' \t\n'
+  # shellcheck disable=SC2206
+  FILES=($1)
+}
+
 # prepare_data: TEXT and CHATS to tokens, as data.sh says.
 prepare_data() {
-  local python files
+  local python FILES
   need BASE_MODEL "the Hugging Face directory of the base, whose tokenizer is used"
   [[ -n "$TEXT$CHATS" ]] || fail "TEXT and CHATS are not set: give files of text, of chats, or both"
   python="$(tool python)"
   if [[ -n "$TEXT" ]]; then
-    # shellcheck disable=SC2206  # the pattern is meant to become its files
-    files=($TEXT)
-    run_or_print "$python" "$ROOT/data/prepare_pretrain.py" --input "${files[@]}" --text-key "$TEXT_KEY" --tokenizer "$BASE_MODEL" \
+    files_of "$TEXT"
+    run_or_print "$python" "$ROOT/data/prepare_pretrain.py" --input "${FILES[@]}" --text-key "$TEXT_KEY" --tokenizer "$BASE_MODEL" \
       --output-prefix "$TEXT_PREFIX" --workers "$WORKERS"
   fi
   if [[ -n "$CHATS" ]]; then
-    # shellcheck disable=SC2206
-    files=($CHATS)
-    run_or_print "$python" "$ROOT/data/prepare_sft.py" --input "${files[@]}" --tokenizer "$BASE_MODEL" --seq-length "$SEQ_LENGTH" \
+    files_of "$CHATS"
+    run_or_print "$python" "$ROOT/data/prepare_sft.py" --input "${FILES[@]}" --tokenizer "$BASE_MODEL" --seq-length "$SEQ_LENGTH" \
       --output "$CHATS_FOLDER" --workers "$WORKERS"
   fi
 }

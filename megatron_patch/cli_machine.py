@@ -1,10 +1,25 @@
 """`dsa-upcycle doctor` and `dsa-upcycle plan`: what a machine has, and whether a model fits it."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.planning.layout import PlanParallel
+
+
+@contextlib.contextmanager
+def _torch_alone() -> Iterator[None]:
+    """torch imports its backends with itself, and a torch_npu without its CANN ends the process: here that is an answer."""
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 @dataclass
@@ -21,7 +36,8 @@ class Doctor:
     """Also write the result to this file."""
 
     def __call__(self) -> int | None:
-        from megatron_patch.diagnosis.doctor import run
+        with _torch_alone():
+            from megatron_patch.diagnosis.doctor import run
 
         return run(self.json)
 

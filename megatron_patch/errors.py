@@ -13,6 +13,8 @@ EXIT_USER = 2
 EXIT_NON_FINITE = 3
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells say
 
+_AUTOLOAD = "Failed to load the backend extension"  # torch/__init__.py: a torch_npu whose CANN is not there, most often
+
 # How long a rank leaves the word to its machine's first one, which most likely says the same.
 OTHERS_SPEAK_FIRST = 5.0
 
@@ -68,7 +70,17 @@ def as_line(error: Exception) -> UserError | NonFiniteError | None:
         return UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return UserError(f"the output needs space that can be written: {error.strerror}; free some, or give another path")
+    if isinstance(error, RuntimeError) and str(error).startswith(_AUTOLOAD):
+        what = str(error).partition(". ")[0]
+        return UserError(f"{what} ({_first(error)}); source CANN's set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it")
     return None
+
+
+def _first(error: BaseException) -> str:
+    """The error that a chain began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 def say(error: Exception) -> None:

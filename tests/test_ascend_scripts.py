@@ -23,7 +23,7 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HCCL_S
 def dry_run(folder: str, script: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """With this environment's programs: the plan really runs."""
     path = Path(sys.executable).parent
-    return bash(ROOT / "examples" / folder / script, *argv, path=path, DRY_RUN="1", **(INPUTS | variables))
+    return bash(ROOT / "examples" / folder / script, *argv, path=path, **({"DRY_RUN": "1"} | INPUTS | variables))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -58,6 +58,25 @@ def test_variables_reach_their_flags() -> None:
     assert settings.precision.dsa_backend == "chunked" and settings.parallel.distributed_timeout_minutes == 9
     assert settings.optim.lr == 0.5 and settings.data.seq_length == 2048 and settings.output.wandb_project is None
     assert "--log-dir l " in done.stdout and "2048 tokens" in " ".join(done.stderr.split())
+    assert "A step of 64 samples" in done.stderr
+    less = dry_run("ascend_a3", "pretrain.sh", **given | {"GLOBAL_BATCH_SIZE": "32", "RECOMPUTE_DSA": "0", "BF16": "0"}).stderr
+    assert "A step of 32 samples" in less and "fp32" in less, "the plan is that of another run"
+    activations = [next(line for line in text.splitlines() if "activations" in line).split()[-1] for text in (done.stderr, less)]
+    assert float(activations[1]) > 2.5 * float(activations[0]), "twice for fp32, more without recomputation"
+
+
+def test_files_may_have_spaces(tmp_path: Path) -> None:
+    """In the folder of a pattern; several patterns are told apart by spaces."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    files = [folder / "one 1.jsonl", folder / "two.jsonl"]
+    for file in files:
+        file.touch()
+    for given, wanted in ((f"{folder}/*.jsonl", files), (str(files[0]), files[:1])):
+        text, _ = (shlex.split(line) for line in dry_run("ascend_a2", "data.sh", TEXT=given).stdout.splitlines())
+        assert parse(PretrainCorpusSettings, text[2:], "text").input == [str(file) for file in wanted]
+    text, _ = (shlex.split(line) for line in dry_run("ascend_a2", "data.sh", TEXT="a.jsonl b.jsonl").stdout.splitlines())
+    assert text[text.index("--input") + 1 :][:2] == ["a.jsonl", "b.jsonl"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -81,6 +100,11 @@ def test_the_other_steps_are_commands_that_exist(folder: str) -> None:
         ({"NNODES": "2", "HCCL_SOCKET_IFNAME": "eth0"}, "MASTER_ADDR is 127.0.0.1 and there are 2 nodes"),
         ({"BASE_MODEL": ""}, "BASE_MODEL is not set"),
         ({"DATA_PATH": ""}, "DATA_PATH is not set"),
+        ({"NPROC": "x"}, "NPROC must be a whole number above 0: x"),
+        ({"NNODES": "0"}, "NNODES must be a whole number above 0: 0"),
+        ({"NODE_RANK": "1"}, "NODE_RANK counts the nodes from 0: 1 of 1"),
+        ({"DETERMINISTIC": "no"}, "DETERMINISTIC must be 0 or 1: no"),
+        ({"DRY_RUN": "yes"}, "DRY_RUN must be 0 or 1: yes"),
     ],
 )
 def test_what_a_launch_lacks_is_named(variables: dict, words: str) -> None:

@@ -35,6 +35,9 @@ fail() {
   exit 2
 }
 
+# Anything else would start the run that was only to be looked at.
+[[ "$DRY_RUN" == [01] ]] || fail "DRY_RUN must be 0 or 1: $DRY_RUN; 1 prints the command instead of running it"
+
 # The lines of a script's head comment.
 help_text() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"; }
 

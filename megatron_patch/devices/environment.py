@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megatron_patch.devices.mcore_fixes import MCORE_VERSION
 from megatron_patch.devices.npu import MINDSPEED_BRANCH
+from megatron_patch.errors import UserError
 
 ACTIVATION_SECONDS = 300.0
 
@@ -36,12 +38,27 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Variable:
+    """`ok` is False where the value is none that its reader takes."""
+
     name: str
     value: str | None
     usual: str
     note: str
+    ok: bool
 
 
+# What a set variable has to look like; the interfaces are looked for on this machine.
+_WHOLE = r"[0-9]+"
+_FORMS = {
+    "HCCL_CONNECT_TIMEOUT": _WHOLE,
+    "HCCL_EXEC_TIMEOUT": _WHOLE,
+    "HCCL_DETERMINISTIC": r"(?i:true|false|strict)",
+    "CLOSE_MATMUL_K_SHIFT": r"[01]",
+    "CUDA_DEVICE_MAX_CONNECTIONS": _WHOLE,
+    "TASK_QUEUE_ENABLE": r"[012]",
+    "STREAMS_PER_DEVICE": _WHOLE,
+    "ASCEND_RT_VISIBLE_DEVICES": r"([0-9]+(,[0-9]+)*)?",
+}
 # Public launch scripts' values; examples/ascend_a2 and ascend_a3 set them.
 VARIABLES = (
     ("HCCL_CONNECT_TIMEOUT", "3600", "seconds that ranks wait for each other at the start: loading takes minutes"),
@@ -120,10 +137,13 @@ def accelerators() -> tuple[list[Accelerator], str | None]:
     """(devices that torch can use, why there are none although their software is there)."""
     import torch
 
-    found = [
-        Accelerator("cuda", i, torch.cuda.get_device_name(i), round(torch.cuda.get_device_properties(i).total_memory / 1e9, 1))
-        for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    ]
+    found: list[Accelerator] = []
+    try:
+        for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            memory = round(torch.cuda.get_device_properties(i).total_memory / 1e9, 1)
+            found.append(Accelerator("cuda", i, torch.cuda.get_device_name(i), memory))
+    except Exception as error:  # whatever a driver raises is the answer
+        return found, f"CUDA fails: {type(error).__name__}: {error}"
     if util.find_spec("torch_npu") is None:
         return found, None
     try:
@@ -134,14 +154,30 @@ def accelerators() -> tuple[list[Accelerator], str | None]:
         for i in range(torch.npu.device_count()):
             memory = getattr(torch.npu.get_device_properties(i), "total_memory", None)
             found.append(Accelerator("npu", i, torch.npu.get_device_name(i), memory and round(memory / 1e9, 1)))
+    except UserError as error:  # it does not load
+        return found, str(error)
     except Exception as error:  # whatever a half-installed driver raises is the answer
-        return found, f"torch_npu does not load: {type(error).__name__}: {error}"
+        return found, f"torch_npu fails: {type(error).__name__}: {error}"
     return found, None
 
 
 def variables() -> list[Variable]:
     """The variables that decide about devices and communication."""
-    return [Variable(name, os.environ.get(name), usual, note) for name, usual, note in VARIABLES]
+    given = {name: os.environ.get(name) for name, _, _ in VARIABLES}
+    return [Variable(name, given[name], usual, note, _is_taken(name, given[name])) for name, usual, note in VARIABLES]
+
+
+def _is_taken(name: str, value: str | None) -> bool:
+    if value is None:
+        return True
+    if name in _FORMS:
+        return re.fullmatch(_FORMS[name], value) is not None
+    if not name.endswith("_SOCKET_IFNAME") or value.startswith("^"):  # ^: all but these
+        return True
+    exact = name.startswith("GLOO") or value.startswith("=")  # else HCCL takes the beginning of a name
+    there = [each for _, each in socket.if_nameindex()]
+    wanted = value.removeprefix("=").split(",")
+    return any(each == one or (not exact and each.startswith(one)) for each in there for one in wanted if one)
 
 
 def try_activation(seconds: float = ACTIVATION_SECONDS) -> str | None:

@@ -43,10 +43,20 @@ def is_installed() -> bool:
 
 
 def is_available() -> bool:
-    """Whether torch can use an NPU; imports torch_npu where it is installed."""
+    """Whether torch can use an NPU; imports torch_npu where it is installed.
+
+    Raises:
+        UserError: it is installed and does not load. The CPU in its place would be a silent fall-back.
+    """
     if not is_installed():
         return False
-    importlib.import_module("torch_npu")
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:  # a missing library of CANN, another torch, a driver: each has an exception of its own
+        raise UserError(
+            f"torch_npu is installed and does not load ({type(error).__name__}: {error}); source CANN's set_env.sh, "
+            "install the release that fits torch, or give --device cpu"
+        ) from error
     return torch.npu.is_available()
 
 
@@ -99,11 +109,19 @@ def repatch(*, expert_parallel: int) -> None:
     """Tell MindSpeed what it must know; after all of megatron-core is imported, before parallel groups are made.
 
     Raises:
-        UserError: this MindSpeed's `repatch` takes no dictionary, or needs megatron.training.
+        UserError: this MindSpeed's `repatch` takes no settings, or needs megatron.training.
     """
     adaptor = importlib.import_module(ADAPTOR)
-    with _one_line("repatch"):
-        adaptor.repatch(typed_settings(expert_parallel=expert_parallel))
+    with _one_line("repatch"), _visible_argv():  # a later MindSpeed may look at the command line again
+        adaptor.repatch(_Settings(typed_settings(expert_parallel=expert_parallel)))
+
+
+class _Settings(dict):
+    """A dictionary whose items are its attributes, too: some commits of MindSpeed read `vars()` of what `repatch` is given."""
+
+    def __init__(self, settings: dict[str, bool | int | str]):
+        super().__init__(settings)
+        self.__dict__.update(settings)
 
 
 def _import_adaptor() -> None:

@@ -15,6 +15,7 @@ from megatron_patch.devices import environment
 from megatron_patch.devices.npu import MINDSPEED_BRANCH
 
 SCHEMA = 1
+_MIN_WIDTH = 120  # narrower, names of variables would be broken in two
 _REMEDIES = {
     "python": "make the environment with Python 3.11",
     "torch": "install torch 2.7 or later",
@@ -32,7 +33,9 @@ _REMEDIES = {
 def run(json_file: Path | None = None) -> int:
     """Print the tables, and write them to `json_file` if given. What is missing is an answer: the exit code is 0."""
     document = examine()
-    _print(Console(), document)
+    console = Console()
+    console.width = max(console.width, _MIN_WIDTH)
+    _print(console, document)
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return errors.EXIT_OK
@@ -47,8 +50,13 @@ def examine() -> dict:
     missing = [
         {"what": each.name, "found": each.found, "wanted": each.wanted, "remedy": _REMEDIES[each.name]} for each in packages if each.ok is False
     ]
+    for each in variables:
+        if not each.ok:
+            missing.append({"what": each.name, "found": each.value, "wanted": each.usual, "remedy": "give it such a value, or unset it"})
     if trouble is not None:
-        missing.append({"what": "NPU", "found": trouble, "wanted": "a device that torch can use", "remedy": "source CANN's set_env.sh; look at npu-smi info"})
+        what = "CUDA" if trouble.startswith("CUDA") else "NPU"
+        look = "look at nvidia-smi" if what == "CUDA" else "source CANN's set_env.sh; look at npu-smi info"
+        missing.append({"what": what, "found": trouble, "wanted": "a device that torch can use", "remedy": look})
     if device == "npu" and (reason := environment.try_activation()) is not None:
         missing.append({"what": "MindSpeed's activation", "found": reason, "wanted": "it loads", "remedy": "docs/ascend.md, Set-up"})
     return {
@@ -57,20 +65,20 @@ def examine() -> dict:
         "packages": [asdict(each) for each in packages],
         "devices": [asdict(each) for each in devices],
         "variables": [asdict(each) for each in variables],
-        "will_use": _will_use(device),
+        "will_use": _will_use(device, ends=trouble is not None and "does not load" in trouble),
         "missing": missing,
     }
 
 
-def _will_use(device: str) -> dict[str, str]:
-    """What a run without --device and --dsa-backend takes here."""
+def _will_use(device: str, ends: bool) -> dict[str, str]:
+    """What a run without --device and --dsa-backend takes here. `ends`: it ends over torch_npu, which is named under what is missing."""
     from megatron_patch.devices.npu import BACKEND
     from megatron_patch.ops.backends import choose_backend
 
     patches = {"cpu": "cpu_redirect and mcore_fixes", "cuda": "mcore_fixes", "npu": "MindSpeed and mcore_fixes"}
     collectives = {"cpu": "gloo", "cuda": "nccl", "npu": BACKEND}
     return {
-        "device": device,
+        "device": f"{device}, by --device {device} only: without it a run ends over torch_npu" if ends else device,
         "collectives": collectives[device],
         "dsa_backend": choose_backend("auto", device).name,
         "megatron_core": f"with {patches[device]}",

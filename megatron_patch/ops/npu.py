@@ -67,11 +67,12 @@ def absorbed_attention(
     _check_shapes(query, query_rope, latent, key_rope, index_query, index_key, index_weights)
     tokens, heads, _ = query.shape
     ends = cu_seqlens.tolist()
-    longest = max(end - begin for begin, end in pairwise(ends))
-    fused, _ = fused_kl(heads, index_query.shape[1], topk, longest)
+    lengths = [end - begin for begin, end in pairwise(ends) if end > begin]
+    longest = max(lengths)
+    fused, _ = fused_kl(heads, index_query.shape[1], topk, longest, len(lengths))
     real = _counted_prefix(counted, tokens) if fused else tokens
     # The fused KL takes the counted tokens alone: they are cut off in the packed layout.
-    pack = _Pack.of(ends, query.device, always_packed=real < tokens)
+    pack = _Pack.of(lengths, query.device, always_packed=real < tokens)
     npu = operators()
 
     if indices is None:
@@ -154,8 +155,8 @@ class _Pack:
     begin_T1: Tensor
 
     @classmethod
-    def of(cls, cu_seqlens: list[int], device: torch.device, always_packed: bool) -> "_Pack":
-        lengths = [end - begin for begin, end in pairwise(cu_seqlens) if end > begin]
+    def of(cls, lengths: list[int], device: torch.device, always_packed: bool) -> "_Pack":
+        """`lengths`: tokens of each document that has some."""
         ends = torch.tensor(lengths).cumsum(0)
         begins = (ends - torch.tensor(lengths)).to(device)
         begin_T1 = torch.repeat_interleave(begins, torch.tensor(lengths).to(device)).int()[:, None]

@@ -16,6 +16,7 @@ MAX_TOPK, LARGE_TOPK = 2048, (3072, 4096, 5120, 6144, 7168, 8192)
 KL_HEADS, KL_INDEX_HEADS = (32, 64, 128), (8, 16, 32, 64)
 KL_TOPK = (1024, 2048, *LARGE_TOPK)
 KL_MAX_QUERIES = 8192  # tokens of one document
+KL_MAX_DOCUMENTS = 256  # of one pack
 
 
 def operators() -> ModuleType:
@@ -62,11 +63,12 @@ def check(sizes: DsaSizes) -> None:
     operators()
 
 
-def fused_kl(heads: int, index_heads: int, topk: int, longest: int = 1) -> tuple[bool, str]:
+def fused_kl(heads: int, index_heads: int, topk: int, longest: int = 1, documents: int = 1) -> tuple[bool, str]:
     """Which form of the KL runs: (whether the fused operator takes it, the rule that decided).
 
     Args:
         longest: tokens of the longest document.
+        documents: of the pack, empty ones left out.
     """
     if heads not in KL_HEADS:
         return False, f"the fused operator takes {_or(KL_HEADS)} attention heads, not {heads}"
@@ -76,7 +78,10 @@ def fused_kl(heads: int, index_heads: int, topk: int, longest: int = 1) -> tuple
         return False, f"the fused operator takes a top-k of {_or(KL_TOPK)}, not {topk}"
     if longest > KL_MAX_QUERIES:
         return False, f"the fused operator takes documents of {KL_MAX_QUERIES} tokens, not {longest}"
-    return True, f"{heads} heads fit the fused operator, up to {KL_MAX_QUERIES} tokens a document; beyond, chunked"
+    if documents > KL_MAX_DOCUMENTS:
+        return False, f"the fused operator takes {KL_MAX_DOCUMENTS} documents, not {documents}"
+    room = f"up to {KL_MAX_QUERIES} tokens a document and {KL_MAX_DOCUMENTS} documents a pack"
+    return True, f"{heads} heads fit the fused operator, {room}; beyond, chunked"
 
 
 def describe(sizes: DsaSizes) -> str:

@@ -11,7 +11,7 @@ from math import ceil
 from megatron_patch.model.architecture import Architecture, DsaSettings
 from megatron_patch.model.layer_pattern import DSA
 from megatron_patch.planning.flops import FlopsCounter
-from megatron_patch.planning.layout import GRADIENT_BYTES, Layout, Work, stage_of
+from megatron_patch.planning.layout import GRADIENT_BYTES, Layout, Work, by_stage, layers_of, stage_of
 from megatron_patch.planning.parameters import Part
 
 KINDS = ("gradients", "parameters", "experts", "tensor", "context", "pipeline")
@@ -49,8 +49,10 @@ def step_cost(
     speeds: Speeds | None = None,
 ) -> Cost:
     """The cost of a step of `micro_batches` per rank on the busiest pipeline stage's device."""
-    stages = range(layout.pp)
-    sent = max((_sent(found, arch, pattern, layout, work, micro_batches, stage) for stage in stages), key=lambda each: sum(each.values()))
+    first_trained = min((part.layer for part in found if part.trainable), default=len(pattern))
+    held = enumerate(by_stage(found, len(pattern), layout.pp))
+    each_sent = [_sent(own, arch, pattern, layout, work, micro_batches, stage, first_trained) for stage, own in held]
+    sent = max(each_sent, key=lambda each: sum(each.values()))
     flops = _flops(found, arch, pattern, dsa, layout, work, micro_batches)
     if speeds is None:
         return Cost(flops, sent, None)
@@ -63,8 +65,8 @@ def _ring(size: float, devices: int) -> float:
     return size * (devices - 1) / devices
 
 
-def _sent(found, arch, pattern, layout: Layout, work: Work, micro_batches: int, stage: int) -> dict[str, int]:
-    """Bytes that a device of this stage sends in a step.
+def _sent(own: list[Part], arch, pattern, layout: Layout, work: Work, micro_batches: int, stage: int, first_trained: int) -> dict[str, int]:
+    """Bytes that a device of this stage sends in a step; `own` are its parts.
 
         gradients    all-reduce of fp32 gradients, or reduce-scatter with the distributed optimizer
         parameters   then the all-gather of the new weights
@@ -77,8 +79,8 @@ def _sent(found, arch, pattern, layout: Layout, work: Work, micro_batches: int, 
     copies = {"tensor": layout.dp * layout.cp, "experts": layout.expert_dp, "whole": layout.dp * layout.cp}
     split = {"tensor": layout.tp, "experts": layout.ep * layout.etp, "whole": 1}
     total = dict.fromkeys(KINDS, 0.0)
-    for part in found:
-        if not part.trainable or stage_of(part.layer, num_layers, layout.pp) != stage:
+    for part in own:
+        if not part.trainable:
             continue
         count, devices = ceil(part.parameters / split[part.split]), copies[part.split]
         total["gradients"] += _ring(count * GRADIENT_BYTES, devices) * (1 if layout.distributed_optimizer else 2)
@@ -86,10 +88,8 @@ def _sent(found, arch, pattern, layout: Layout, work: Work, micro_batches: int, 
             total["parameters"] += _ring(count * w, devices)
     tokens = micro_batches * work.tokens / layout.cp  # of this device's group that shares matrices
     hidden = tokens * arch.hidden_size * w
-    for layer, kind in enumerate(pattern):
-        if stage_of(layer, num_layers, layout.pp) != stage:
-            continue
-        trains = arch.trains_whole or kind == DSA
+    for layer in layers_of(stage, num_layers, layout.pp):
+        trains = arch.trains_whole or pattern[layer] == DSA
         again = trains and work.recompute
         if arch.is_moe(layer):
             routed = hidden / layout.tp * arch.experts_per_token
@@ -98,7 +98,6 @@ def _sent(found, arch, pattern, layout: Layout, work: Work, micro_batches: int, 
         pairs = tokens * arch.num_heads / layout.tp * (arch.qk_head_dim + arch.v_head_dim) * w
         total["context"] += _ring(pairs * layout.cp, layout.cp) * (1 + 2 * trains + again)
     if layout.pp > 1:
-        first_trained = min((part.layer for part in found if part.trainable), default=num_layers)
         below = stage_of(first_trained, num_layers, layout.pp) < stage
         total["pipeline"] += hidden / layout.tp * ((stage < layout.pp - 1) + below)
     return {kind: int(value) for kind, value in total.items()}
@@ -106,16 +105,16 @@ def _sent(found, arch, pattern, layout: Layout, work: Work, micro_batches: int, 
 
 def _flops(found, arch, pattern, dsa, layout: Layout, work: Work, micro_batches: int) -> float:
     """Of the busiest stage's device; products that a recomputed layer does again are counted."""
-    lengths = [work.seq_length] * work.micro_batch_size * micro_batches
+    samples, length = work.micro_batch_size * micro_batches, [work.seq_length]
     shared = layout.tp * layout.cp  # devices that share a stage's work on the same tokens
     if arch.trains_whole:
-        tokens = sum(lengths)
+        tokens = samples * work.seq_length
         active = sum(part.active for part in found if part.name not in ("embedding", "norms"))
-        attention = 3 * len(pattern) * FlopsCounter.attention(arch, dsa, lengths)
+        attention = 3 * len(pattern) * samples * FlopsCounter.attention(arch, dsa, length)
         share = ceil(len(pattern) / layout.pp) / len(pattern)  # of the layers, on the stage that has most
         return (6 * active * tokens + attention) * (4 / 3 if work.recompute else 1) * share / shared
-    counted = FlopsCounter(arch, pattern, dsa)(lengths, dense=False)
+    counted = FlopsCounter(arch, pattern, dsa)(length, dense=False)
     base_layers = sum(kind != DSA for kind in pattern)
     last = sum(kind != DSA and stage_of(i, len(pattern), layout.pp) == layout.pp - 1 for i, kind in enumerate(pattern))
     trained = counted.dsa * (4 / 3 if work.recompute else 1) + counted.head
-    return max(counted.frozen / base_layers * last + trained, counted.frozen / layout.pp) / shared
+    return samples * max(counted.frozen / base_layers * last + trained, counted.frozen / layout.pp) / shared

@@ -13,6 +13,7 @@ from megatron_patch.planning.parameters import Part, Split
 
 MODEL_TYPES = ("deepseek_v32", "deepseek_v3")  # the latter without an indexer
 _SIZES = {**SIZE_KEYS, "q_lora_rank": "q_lora_rank"}
+_INDEX_SIZES = ("index_topk", "index_n_heads", "index_head_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,17 @@ def read_deepseek_v32(path: str | Path) -> tuple[DeepseekV32, DsaSettings]:
     """
     config = read_config(path)
     sizes = {field: config.get(key) for field, key in _SIZES.items()}
-    wrong = {_SIZES[field]: value for field, value in sizes.items() if type(value) is not int or value < (field != "first_dense_layers")}
+    index = {name: config[name] for name in _INDEX_SIZES if config.get(name) is not None}
+    given = {key: sizes[field] for field, key in _SIZES.items()} | index
+    wrong = {key: value for key, value in given.items() if type(value) is not int or value < (key != "first_k_dense_replace")}
     if wrong:
         raise UserError(f"config.json must name the sizes of the model: {path} has {wrong}; fetch the file again")
-    indexed = config.get("index_topk") is not None
-    names = ("index_topk", "index_n_heads", "index_head_dim")
-    dsa = DsaSettings(**{name: config[name] for name in names if config.get(name) is not None})
-    arch = DeepseekV32(**sizes, norm_eps=1e-6, max_positions=int(config.get("max_position_embeddings", 0)), rope=Rope(), indexed=indexed)
-    return arch, dsa
+    if sizes["experts_per_token"] > sizes["num_experts"]:
+        both = f"{sizes['experts_per_token']} and {sizes['num_experts']}"
+        raise UserError(f"num_experts_per_tok must not exceed n_routed_experts: {path} has {both}; fetch the file again")
+    # Positions and RoPE cost nothing that is counted.
+    arch = DeepseekV32(**sizes, norm_eps=1e-6, max_positions=0, rope=Rope(), indexed="index_topk" in index)
+    return arch, DsaSettings(**index)
 
 
 def whole_parts(arch: DeepseekV32, dsa: DsaSettings) -> list[Part]:

@@ -132,28 +132,40 @@ def stage_of(layer: int, num_layers: int, stages: int) -> int:
     """The pipeline stage of a layer: as even as can be, earlier stages take what is left over."""
     if layer < 0:
         return 0
+    return next((stage for stage in range(stages) if layer < layers_of(stage, num_layers, stages).stop), stages - 1)
+
+
+@cache
+def layers_of(stage: int, num_layers: int, stages: int) -> range:
+    """The layers of a pipeline stage."""
     short, longer = divmod(num_layers, stages)
-    ends = [(stage + 1) * short + min(stage + 1, longer) for stage in range(stages)]
-    return next((stage for stage, end in enumerate(ends) if layer < end), stages - 1)
+    begin = stage * short + min(stage, longer)
+    return range(begin, begin + short + (stage < longer))
+
+
+def by_stage(found: list[Part], num_layers: int, stages: int) -> list[list[Part]]:
+    """The parts of each stage, sorted out once: a search asks for every stage of hundreds of layouts."""
+    held: list[list[Part]] = [[] for _ in range(stages)]
+    for part in found:
+        held[stage_of(part.layer, num_layers, stages)].append(part)
+    return held
 
 
 def bytes_per_device(
     found: list[Part], arch: Architecture, pattern: tuple[str, ...], dsa: DsaSettings, layout: Layout, work: Work
 ) -> Bytes:
     """The fullest pipeline stage's device. `found` is from `parameters.parts`."""
-    stages = [_stage(found, arch, pattern, dsa, layout, work, stage) for stage in range(layout.pp)]
+    held = by_stage(found, len(pattern), layout.pp)
+    stages = [_stage(own, arch, pattern, dsa, layout, work, stage) for stage, own in enumerate(held)]
     return max(stages, key=lambda each: each.total)
 
 
-def _stage(found, arch, pattern, dsa, layout: Layout, work: Work, stage: int) -> Bytes:
-    num_layers = len(pattern)
+def _stage(own: list[Part], arch, pattern, dsa, layout: Layout, work: Work, stage: int) -> Bytes:
     split = {"tensor": layout.tp, "experts": layout.ep * layout.etp, "whole": 1}
     copies = {"tensor": layout.dp * layout.cp, "experts": layout.expert_dp, "whole": layout.dp * layout.cp}
     per_parameter = ADAM_BYTES + (MAIN_COPY_BYTES if work.width < 4 else 0)
     frozen = trainable = optimizer = 0
-    for part in found:
-        if stage_of(part.layer, num_layers, layout.pp) != stage:
-            continue
+    for part in own:
         count = ceil(part.parameters / split[part.split])
         if not part.trainable:
             frozen += count * work.width
@@ -161,16 +173,14 @@ def _stage(found, arch, pattern, dsa, layout: Layout, work: Work, stage: int) ->
         trainable += count * (work.width + GRADIENT_BYTES)
         spread = copies[part.split] if layout.distributed_optimizer else 1
         optimizer += ceil(count * per_parameter / spread)
-    dsa_layers = [
-        i for i, kind in enumerate(pattern) if kind == DSA and stage_of(i, num_layers, layout.pp) == stage
-    ]
+    dsa_layers = sum(pattern[layer] == DSA for layer in layers_of(stage, len(pattern), layout.pp))
     is_last = stage == layout.pp - 1
     return Bytes(
         frozen,
         trainable,
         optimizer,
         # A stage holds the activations of the micro-batches that are on their way to the last stage and back.
-        activation_bytes(arch, dsa, len(dsa_layers), layout, work, in_flight=layout.pp - stage),
+        activation_bytes(arch, dsa, dsa_layers, layout, work, in_flight=layout.pp - stage),
         logit_bytes(arch, layout, work) if is_last else 0,
     )
 

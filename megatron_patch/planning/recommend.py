@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_patch.errors import UserError
+from megatron_patch.layout_rules import Launch, check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings
 from megatron_patch.planning.cost import Cost, Speeds, step_cost
 from megatron_patch.planning.layout import Bytes, Layout, PlanParallel, Work, bytes_per_device, make_layout
@@ -17,10 +18,16 @@ MAX_TENSOR = 8  # beyond, it leaves the node
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A layout with what it needs; `recompute` says whether layers that train keep their inputs only."""
+    """A layout with what it needs.
+
+    Attributes:
+        recompute: whether layers that train keep their inputs only.
+        trains: whether the training programs take it. They train no whole model: true there.
+    """
 
     layout: Layout
     recompute: bool
+    trains: bool
     used: Bytes
     cost: Cost
     micro_batches: int
@@ -40,6 +47,8 @@ def recommend(
 ) -> Recommendation | None:
     """The layout with the least estimated step time among those that fill at most 90% of a device; None: none does.
 
+    For a base to upcycle, one that the training programs refuse is named only where none that they take fits.
+
     Args:
         global_batch_size: samples of a step; the data-parallel ranks must divide it.
         speeds: without them the order is that of `NOMINAL`, and no time is given.
@@ -49,6 +58,7 @@ def recommend(
         if global_batch_size % (layout.dp * work.micro_batch_size):
             continue
         micro_batches = global_batch_size // (layout.dp * work.micro_batch_size)
+        trains = arch.trains_whole or _taken(layout, devices, arch)
         for recompute in (False, True):
             each = replace(work, recompute=recompute)
             used = bytes_per_device(found, arch, pattern, dsa, layout, each)
@@ -56,12 +66,26 @@ def recommend(
                 continue
             cost = step_cost(found, arch, pattern, dsa, layout, each, micro_batches, speeds or NOMINAL)
             # Of equal times, the layout that shares least: it is the easiest to run.
-            key = (cost.seconds, layout.pp, layout.tp, layout.cp, layout.ep)
+            key = (not trains, cost.seconds, layout.pp, layout.tp, layout.cp, layout.ep)
             if best is None or key < best[0]:
                 shown = cost if speeds else replace(cost, seconds=None)
-                best = key, Recommendation(layout, recompute, used, shown, micro_batches)
+                best = key, Recommendation(layout, recompute, trains, used, shown, micro_batches)
             break  # recomputation costs time: not where the layout fits without
     return best and best[1]
+
+
+def batch_divides(arch: Architecture, num_layers: int, *, devices: int, work: Work, global_batch_size: int) -> bool:
+    """Whether any layout's data-parallel ranks divide the batch: else nothing is recommended, however large a device is."""
+    return any(global_batch_size % (layout.dp * work.micro_batch_size) == 0 for layout in layouts(arch, num_layers, devices))
+
+
+def _taken(layout: Layout, devices: int, arch: Architecture) -> bool:
+    groups = Launch(layout.tp, layout.pp, layout.ep, layout.etp, layout.cp, sequence=layout.tp > 1)
+    try:
+        check_layout(replace(groups, distributed_optimizer=True, ranks=devices, experts=arch.num_experts))
+    except UserError:
+        return False
+    return True
 
 
 def layouts(arch: Architecture, num_layers: int, devices: int) -> Iterator[Layout]:

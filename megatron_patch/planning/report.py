@@ -12,14 +12,15 @@ from rich.table import Table
 from megatron_patch.errors import UserError
 from megatron_patch.layout_rules import check_layout
 from megatron_patch.model.architecture import Architecture, DsaSettings, read_architecture, read_config
-from megatron_patch.model.layer_pattern import DSA, appended_pattern, check_pattern, format_pattern, parse_layer_pattern
+from megatron_patch.model.layer_pattern import appended_pattern, check_pattern, format_pattern, parse_layer_pattern
 from megatron_patch.planning.cost import Cost, Speeds, step_cost
 from megatron_patch.planning.deepseek_v32 import is_deepseek_v32, read_deepseek_v32, whole_parts
 from megatron_patch.planning.layout import Bytes, Layout, PlanParallel, Work, bytes_per_device, make_layout
 from megatron_patch.planning.parameters import Count, Part, count, parts
-from megatron_patch.planning.recommend import Recommendation, recommend
+from megatron_patch.planning.recommend import Recommendation, batch_divides, recommend
 
 SCHEMA = 1
+_MIN_WIDTH = 100  # narrower, the table would cut the counts
 _CROWDED = 0.9  # of a device's memory: above it, communication buffers and fragmentation decide
 
 
@@ -38,6 +39,7 @@ class Plan:
     micro_batches: int
     device_memory_gb: float | None
     recommended: Recommendation | None
+    batch_divides: bool
     warnings: list[dict[str, str]]
 
     @property
@@ -89,6 +91,8 @@ def run(
     arch, pattern, dsa, found = _subject(base, dsa_layers, layer_pattern, dsa or DsaSettings())
     parallel = parallel or PlanParallel()
     layout = make_layout(parallel, devices, arch, len(pattern))
+    if seq_length % layout.cp:
+        raise UserError(f"--context-parallel-size must divide --seq-length: {seq_length} % {layout.cp} != 0; use a power of two")
     work = Work(seq_length, micro_batch_size, 2 if bf16 else 4, recompute_dsa)
     speeds = None if tflops is None or bandwidth_gb is None else Speeds(tflops, bandwidth_gb)
     micro_batches = ceil(global_batch_size / (layout.dp * micro_batch_size))
@@ -102,13 +106,19 @@ def run(
             global_batch_size=global_batch_size, speeds=speeds,
         )  # fmt: skip
     warnings = _warnings(parallel, layout, pattern, arch, used, device_memory_gb)
+    if recommended is not None and not recommended.trains:
+        text = "the training scripts refuse the recommended layout, and none that they take fits this memory and batch: change --devices or --global-batch-size"
+        warnings.append({"code": "recommended_not_in_this_release", "text": text})
     if global_batch_size % (layout.dp * micro_batch_size):
         text = f"--global-batch-size {global_batch_size} is no multiple of {layout.dp} ranks x {micro_batch_size}: training refuses it"
         warnings.append({"code": "uneven_batch", "text": text})
+    divides = batch_divides(arch, len(pattern), devices=devices, work=work, global_batch_size=global_batch_size)
     plan = Plan(
-        pattern, by_name, model, layout, used, work, cost, global_batch_size, micro_batches, device_memory_gb, recommended, warnings
+        pattern, by_name, model, layout, used, work, cost, global_batch_size, micro_batches, device_memory_gb, recommended, divides, warnings
     )
-    show(Console(), plan)
+    console = Console()
+    console.width = max(console.width, _MIN_WIDTH)
+    show(console, plan)
     if json_file is not None:
         json_file.write_text(json.dumps(_document(plan), indent=2) + "\n")
     return 0
@@ -136,7 +146,7 @@ def _subject(
         if layer_pattern is not None:
             raise UserError(f"a DeepSeek-V3.2 trains whole, nothing is appended to it: --layer-pattern {layer_pattern}; leave it out")
         whole, own = read_deepseek_v32(base)
-        return whole, (DSA,) * whole.num_layers, own, whole_parts(whole, own)
+        return whole, appended_pattern(0, whole.num_layers), own, whole_parts(whole, own)
     arch = read_architecture(base)
     pattern = parse_layer_pattern(layer_pattern) if layer_pattern else appended_pattern(arch.num_layers, dsa_layers)
     check_pattern(pattern, arch.num_layers)
@@ -194,6 +204,7 @@ def _document(plan: Plan) -> dict:
         document["recommended"] = {
             "layout": _groups(best.layout),
             "recompute_dsa": best.recompute,
+            "trains": best.trains,
             "use_distributed_optimizer": best.layout.distributed_optimizer,
             "bytes_per_device": {**asdict(best.used), "total": best.used.total},
             "bytes_sent_per_device": {**best.cost.sent, "total": best.cost.sent_total},
@@ -233,7 +244,7 @@ def show(console: Console, plan: Plan) -> None:
         console.print(f"estimated time of a step: {plan.cost.seconds:,.2f} s, nothing overlapped")
     _show_recommended(console, plan)
     for warning in plan.warnings:
-        console.print(f"note ({warning['code']}): {warning['text']}", highlight=False)
+        console.print(f"note ({warning['code']}): {warning['text']}", highlight=False, soft_wrap=True)
 
 
 def _show_recommended(console: Console, plan: Plan) -> None:
@@ -241,7 +252,10 @@ def _show_recommended(console: Console, plan: Plan) -> None:
     if plan.device_memory_gb is None:
         return
     if best is None:
-        console.print(f"recommended: none, no layout fits {plan.device_memory_gb:g} GB; take more devices, fewer tokens at a time or another batch")
+        why = f"no layout fits {plan.device_memory_gb:g} GB; take more devices, fewer tokens at a time or another batch"
+        if not plan.batch_divides:
+            why = f"no layout of these devices divides a batch of {plan.global_batch_size}; give a --global-batch-size that they divide"
+        console.print(f"recommended: none, {why}", soft_wrap=True)
         return
     flags = {
         "tensor-model-parallel-size": best.layout.tp,
@@ -253,7 +267,7 @@ def _show_recommended(console: Console, plan: Plan) -> None:
     words += ["--sequence-parallel"] * (best.layout.tp > 1) + ["--recompute-dsa"] * best.recompute + ["--use-distributed-optimizer"]
     time = "" if best.cost.seconds is None else f", {best.cost.seconds:,.2f} s a step"
     numbers = f"{best.used.total / 1e9:,.1f} GB on the fullest device, {best.cost.sent_total / 1e9:,.1f} GB sent a step{time}"
-    console.print(f"recommended: {' '.join(words)} ({numbers})", highlight=False)
+    console.print(f"recommended: {' '.join(words)} ({numbers})", highlight=False, soft_wrap=True)
 
 
 def _gigabytes(console: Console, rows: dict[str, int], total: int) -> None:

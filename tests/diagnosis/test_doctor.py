@@ -33,7 +33,7 @@ def test_what_is_wrong_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(environment, "_version", versions.get)
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "[60]")  # nothing of a value is markup
     got = doctor.examine()
-    assert [each["what"] for each in got["missing"]] == ["torch", "megatron-core", "psutil"]
+    assert [each["what"] for each in got["missing"]] == ["torch", "megatron-core", "psutil", "HCCL_CONNECT_TIMEOUT"]
     doctor._print(doctor.Console(), got)
     out = capsys.readouterr().out
     assert "missing: megatron-core: found 0.17.0, wanted 0.16.1; pip install megatron-core==0.16.1" in " ".join(out.split())
@@ -57,6 +57,43 @@ raise SystemExit(cli.dispatch(["doctor", "--json", "doctor.json"]))
     assert got["will_use"]["dsa_backend"] == "npu" and got["will_use"]["collectives"] == "cpu:gloo,npu:hccl"
     missing = {each["what"]: each["found"] for each in got["missing"]}
     assert "CANN" in missing and "needs megatron.training" in missing["MindSpeed's activation"]
+
+
+def test_a_torch_npu_that_does_not_load_is_an_answer(tmp_path: Path) -> None:
+    """CANN's variables are not set: torch imports its backends with itself, and would end the process that is asked why."""
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
+    package = tmp_path / "torch_npu-2.13.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, ROOT])), "HCCL_CONNECT_TIMEOUT": "an hour", "HCCL_SOCKET_IFNAME": "nowhere0"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=tmp_path)
+
+    done = run("-m", "megatron_patch", "doctor", "--json", "doctor.json")
+    assert done.returncode == 0, done.stderr
+    got = read_json(tmp_path / "doctor.json")
+    missing = {each["what"]: each["found"] for each in got["missing"]}
+    assert missing["HCCL_CONNECT_TIMEOUT"] == "an hour" and missing["HCCL_SOCKET_IFNAME"] == "nowhere0"
+    assert "ImportError: libhccl.so" in missing["NPU"] and missing["CANN"] is None
+    assert "by --device cpu only" in got["will_use"]["device"]
+    done = run(ROOT / "pretrain_upcycle.py", "--base-model", "b")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "Failed to load the backend extension: torch_npu (ImportError: libhccl.so" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, value, taken",
+    [("HCCL_EXEC_TIMEOUT", "60", True), ("HCCL_EXEC_TIMEOUT", "-1", False), ("HCCL_DETERMINISTIC", "True", True),
+     ("HCCL_DETERMINISTIC", "yes", False), ("TASK_QUEUE_ENABLE", "3", False), ("ASCEND_RT_VISIBLE_DEVICES", "0,1", True),
+     ("ASCEND_RT_VISIBLE_DEVICES", "0;1", False), ("HCCL_SOCKET_IFNAME", "lo", True), ("HCCL_SOCKET_IFNAME", "=l", False),
+     ("HCCL_SOCKET_IFNAME", "l", True), ("GLOO_SOCKET_IFNAME", "l", False), ("HCCL_SOCKET_IFNAME", "^docker", True)],
+)  # fmt: skip
+def test_a_value_that_its_reader_refuses_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, taken: bool) -> None:
+    monkeypatch.setenv(name, value)
+    assert [each.name for each in environment.variables() if not each.ok] == ([] if taken else [name])
 
 
 @pytest.mark.parametrize(

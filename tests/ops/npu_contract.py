@@ -49,6 +49,7 @@ class Contract(types.ModuleType):
         self.calls.append(("indexer", layout_query))
         require(layout_query == layout_key and block_table is None, "layouts must agree without page attention")
         require(sparse_mode in (0, 3), "sparse_mode")
+        require(not any(x.requires_grad for x in (query, key, weights)), "it has no gradient")
         contiguous(query, key, weights)
         shapes(layout_query, query, key)
         require(weights.shape == query.shape[:-1], "weights are [.., N]")
@@ -113,6 +114,7 @@ class Contract(types.ModuleType):
         query_rope=None, key_rope=None, actual_seq_qlen=None, actual_seq_klen=None, layout="BSND", sparse_mode=3,
     ):  # fmt: skip
         self.calls.append(("kl", layout))
+        require(sparse_mode == 3, "sparse_mode 3 only")
         contiguous(query, key, query_index, key_index, weights, sparse_indices, softmax_max, softmax_sum)
         shapes(layout, query, key)
         shapes(layout, query_index, key_index)
@@ -123,6 +125,8 @@ class Contract(types.ModuleType):
         require(tuple(softmax_max.shape) == wanted == tuple(softmax_sum.shape), f"softmax statistics are {wanted}")
         if not self.wide:
             require(query.dtype in HALF and query.dtype == key.dtype == query_index.dtype == key_index.dtype, "half precision")
+            require(query_rope.dtype == query.dtype == key_rope.dtype, "half precision")
+            require(softmax_max.dtype == torch.float32 == softmax_sum.dtype, "softmax statistics are fp32")
             require(weights.dtype in (torch.float32, query.dtype), "weights are fp32 or as query")
             require(query.shape[-2] in (32, 64, 128), f"attention heads are 32, 64 or 128, not {query.shape[-2]}")
             require(query_index.shape[-2] in (8, 16, 32, 64), "index heads")
@@ -130,6 +134,7 @@ class Contract(types.ModuleType):
             require(sparse_indices.shape[-1] in (1024, 2048, *LARGE), "K")
         require(actual_seq_qlen == actual_seq_klen, "lengths of queries and keys")
         documents = split(layout, actual_seq_qlen, query, as_tensor=False)
+        require(len(documents) <= 256, "256 documents")
         gradients = [torch.zeros_like(x) for x in (query_index, key_index, weights)]
         loss = 0
         for rows in documents:

@@ -147,8 +147,12 @@ def test_a_model_of_32_heads_in_bf16_with_the_fused_kl(contract):
     module = contract()
     leaves, ends = make([13, 7], 32, (512, 64, 8, 128), torch.bfloat16)
     options = {"topk": 1024, "counted": torch.arange(20) < 18}
-    assert_equal(run(npu.absorbed_attention, leaves, ends, **options), run(definition, leaves, ends, **options), recall=False)
+    ours = run(npu.absorbed_attention, leaves, ends, **options)
+    assert_equal(ours, run(definition, leaves, ends, **options), recall=False)
     assert module.calls[-1] == ("kl", "TND")
+    assert ours[0].index_recall.isnan() and not ours[0].index_recall.requires_grad, "what is not computed is no number"
+    # A recorded selection is as wide as the longest document; the operator takes no less than a thousand slots.
+    assert_equal(run(npu.absorbed_attention, leaves, ends, indices=ours[0].indices, **options), ours, recall=False)
 
 
 def test_16_heads_take_the_chunked_kl_because_the_operator_refuses_them(contract, monkeypatch):
@@ -175,16 +179,19 @@ def test_16_heads_take_the_chunked_kl_because_the_operator_refuses_them(contract
     ],
 )
 def test_a_limit_is_named(contract, change, words):
+    """Beside another one: all that is wrong is said at once."""
     contract()
     npu_limits.check(V2_LITE)
     with pytest.raises(ValueError, match=words):
         npu_limits.check(dataclasses.replace(V2_LITE, **change))
+    with pytest.raises(ValueError, match=words):
+        npu_limits.check(dataclasses.replace(V2_LITE, **({"dtype": torch.float64} | change)))
 
 
 @pytest.mark.parametrize(
     "sizes, fused",
     [((32, 64, 2048), True), ((128, 8, 1024), True), ((16, 64, 2048), False), ((32, 4, 2048), False), ((32, 64, 512), False),
-     ((32, 64, 2048, 8193), False), ((32, 64, 2048, 8192), True)],
+     ((32, 64, 2048, 8193), False), ((32, 64, 2048, 8192), True), ((32, 64, 2048, 9, 256), True), ((32, 64, 2048, 9, 257), False)],
 )  # fmt: skip
 def test_the_rule_of_the_kl(sizes, fused):
     got, why = npu_limits.fused_kl(*sizes)
@@ -213,6 +220,29 @@ def test_attention_without_a_gradient_is_an_error(contract, monkeypatch):
     with torch.no_grad():
         npu.absorbed_attention(**leaves, cu_seqlens=ends, topk=4, softmax_scale=SCALE)
     assert module.calls
+
+
+@pytest.mark.parametrize("lengths", [PACKED, BATCH])
+def test_inputs_of_any_strides_are_taken(contract, kl, lengths):
+    """The operators take contiguous tensors alone; slices and products of a layer are not."""
+    contract(wide=True)
+    leaves, ends = make(lengths, heads=2)
+    strided = {name: x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for name, x in leaves.items()}
+    assert not any(x.is_contiguous() for x in strided.values())
+    assert_equal(run(npu.absorbed_attention, strided, ends, topk=4), run(npu.absorbed_attention, leaves, ends, topk=4), recall=kl == "chunked")
+
+
+@pytest.mark.parametrize("limit, value", [("KL_MAX_QUERIES", 8), ("KL_MAX_DOCUMENTS", 1)])
+def test_a_pack_that_the_fused_kl_does_not_take_is_chunked(contract, kl, monkeypatch, limit, value):
+    """A rule of the pack, asked in each step; one document of 9 tokens and two of 8."""
+    module = contract(wide=True)
+    for lengths, taken in (([9], limit != "KL_MAX_QUERIES"), ([8, 8], limit != "KL_MAX_DOCUMENTS")):
+        monkeypatch.setattr(npu_limits, limit, value)
+        module.calls.clear()
+        leaves, ends = make(lengths, heads=2)
+        ours = run(npu.absorbed_attention, leaves, ends, topk=4)
+        assert ("kl" in dict(module.calls)) is (kl == "fused" and taken)
+        assert_equal(ours, run(definition, leaves, ends, topk=4), recall="kl" not in dict(module.calls))
 
 
 def test_a_wrong_shape_is_named():

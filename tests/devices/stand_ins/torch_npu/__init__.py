@@ -7,6 +7,8 @@ import torch
 
 from . import record
 
+if os.environ.get("STAND_IN") == "breaks":
+    raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")
 __version__ = "2.10.0"
 record.note("torch_npu")
 torch.utils.rename_privateuse1_backend("npu")
