@@ -19,6 +19,7 @@ from megatron_patch.data.sft_dataset import build_sft_datasets, sample_lengths
 from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
+from megatron_patch.training.trunk_cache import TrainingRows, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,10 +29,11 @@ DESCRIBED = 16  # micro-batches that the start-up line is measured on
 
 @dataclass
 class RunData:
-    """Training micro-batches of this rank, from where the run left off, and the held-out ones."""
+    """Training micro-batches of this rank, from where the run left off, and the held-out ones; `rows`: for --trunk-cache."""
 
     train: Iterator[PackedBatch]
     heldout: list[PackedBatch]
+    rows: TrainingRows | None = None
 
 
 def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_samples: int) -> RunData:
@@ -72,9 +74,12 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
                     )
                 numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
                 heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+            rows = None
+            if settings.output.trunk_cache is not None:
+                rows = training_rows(settings, kind, train, order, tokenizer_sha256(tokenizer))
     if ranks.is_main():
         print(describe_packing(kind, train, first), flush=True)
-    return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout)
+    return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout, rows)
 
 
 def _datasets(
@@ -105,6 +110,7 @@ def _datasets(
         cache_dir=cache,
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        repeat_rows=settings.repeats_rows,
         together=ranks.agreement,
         **common,
     )

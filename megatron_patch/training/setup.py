@@ -52,6 +52,7 @@ from megatron_patch.training.optimizer import build_optimizer, build_scheduler, 
 from megatron_patch.training.output import open_output
 from megatron_patch.training.start import choose_start, load_start, restore_training
 from megatron_patch.training.step import TrainStep
+from megatron_patch.training.trunk_cache import open_trunk
 
 
 @dataclass
@@ -104,7 +105,7 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     with ranks.agreement():
         check_kind(settings, kind)
         if ranks.is_main():
-            check_output(settings, again)
+            check_output(settings, kind, again)
             mark_start(settings.output.save)
         arch = read_architecture(settings.model.base_model)
         pattern = layer_pattern(settings, arch)
@@ -259,6 +260,7 @@ def _assemble(
             settings.steps.micro_batch_size, settings.steps.global_batch_size, layout.data_parallel
         )
     data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
+    trunk = open_trunk(settings, model, state, data.rows, identity.base_sha256, identity.layer_pattern, device)
     ddp = wrap_ddp(model, distributed_optimizer)
     optimizer = build_optimizer(
         ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
@@ -278,7 +280,7 @@ def _assemble(
         state=state,
         optimizer=optimizer,
         scheduler=scheduler,
-        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff, flops),
+        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff, flops, trunk),
         heldout=HeldoutEvaluation(model, state, data.heldout, dsa_layers, device),
         data=data,
         micro_batches=micro_batches,
