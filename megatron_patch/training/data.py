@@ -24,6 +24,7 @@ from megatron_patch.training.trunk_cache import TrainingRows, training_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INDEX_CACHE = "index_cache"  # below --save
 DESCRIBED = 16  # micro-batches that the start-up line is measured on
 
 
@@ -48,7 +49,7 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
     Raises:
         UserError: the data do not fit the base's tokenizer, the split or the lengths.
     """
-    steps, data, cache = settings.steps, settings.data, settings.output.save / "index_cache"
+    steps, data, cache = settings.steps, settings.data, settings.output.save / INDEX_CACHE
     evaluates = steps.eval_interval > 0
     with ranks.agreement():
         tokenizer = load_tokenizer(settings.model.base_model, trust_remote_code=settings.model.trust_remote_code)
@@ -60,7 +61,7 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
     heldout: list[PackedBatch] = []
-    with _removed_on_error(cache):
+    with removed_on_error(cache):
         train, valid = _datasets(settings, kind, tokenizer, vocab_size, cache)
         with ranks.agreement():
             order = MicroBatches(
@@ -117,7 +118,7 @@ def _datasets(
 
 
 @contextmanager
-def _removed_on_error(cache: Path) -> Iterator[None]:
+def removed_on_error(cache: Path) -> Iterator[None]:
     """A --save directory that was empty is empty again, and can be given once more, after data that are refused."""
     there = cache.exists()
     try:

@@ -45,7 +45,7 @@ from megatron_patch.training.checks import (
     mark_start,
     resumed_in_place,
 )
-from megatron_patch.training.data import RunData, build_data
+from megatron_patch.training.data import INDEX_CACHE, RunData, build_data, removed_on_error
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
@@ -259,8 +259,9 @@ def _assemble(
         micro_batches = micro_batches_per_step(
             settings.steps.micro_batch_size, settings.steps.global_batch_size, layout.data_parallel
         )
-    data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
-    trunk = open_trunk(settings, model, state, data.rows, identity.base_sha256, identity.layer_pattern, device)
+    with removed_on_error(settings.output.save / INDEX_CACHE):
+        data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
+        trunk = open_trunk(settings, model, state, data.rows, identity.base_sha256, identity.layer_pattern, device)
     ddp = wrap_ddp(model, distributed_optimizer)
     optimizer = build_optimizer(
         ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
