@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,16 +46,11 @@ class RowStore:
     def __init__(self, directory: Path, starts: np.ndarray, width: int, dtype: str):
         self.directory, self.starts, self.width, self.dtype = directory, starts, width, DTYPES[dtype]
         self.token_bytes = width * self.dtype.itemsize
-        self._values = os.open(directory / VALUES, os.O_RDWR)
-        self._records = os.open(directory / ROWS, os.O_RDWR)
+        self._values, self._records = (os.open(directory / name, os.O_RDWR) for name in (VALUES, ROWS))
+        for file in (self._values, self._records):
+            weakref.finalize(self, os.close, file)
         self._map = np.memmap(directory / VALUES, np.uint8, "r")
         self.damaged: list[int] = []
-
-    def close(self) -> None:
-        """Give the files back."""
-        del self._map
-        os.close(self._values)
-        os.close(self._records)
 
     def read(self, row: int, tokens: Tensor) -> Tensor | None:
         """The row, [n, width] on the CPU in the store's dtype; None: not there, or damaged, which `damaged` then lists.
