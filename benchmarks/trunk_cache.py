@@ -6,7 +6,8 @@
 The model is DeepSeek-V2-Lite at an eighth of its width (hidden size, MLPs, vocabulary; 16 experts of 64), random, fp32 with bf16
 values in the cache. Both sides run whole optimizer steps over the same rows; `first` on an empty cache, `later` on a full one, and
 `none` without a cache. Times are processor seconds of one thread for an epoch, the best of the repeats.
-The last row is no measurement: the model FLOPs of a step of V2-Lite itself (rows of 4,096 tokens), with and without its trunk.
+The last rows are no measurements: model FLOPs of a row with and without its trunk, of this model and of V2-Lite itself. Their ratio
+bounds what the cache can give where all products run at one rate.
 """
 
 import shutil
@@ -34,6 +35,7 @@ EIGHTH = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }  # fmt: skip
+INDEXER = (8, 64)  # heads, their size
 
 
 @dataclass
@@ -72,7 +74,7 @@ def prepare(side: str, layers: int, tokens: int, rows: int, batch: int, topk: in
     from megatron_patch.training.trunk_cache import CachedTrunk
 
     arch = architecture(**EIGHTH, num_hidden_layers=layers)
-    pattern, dsa = appended_pattern(layers, 2), DsaSettings(index_topk=topk, index_n_heads=8, index_head_dim=64)
+    pattern, dsa = appended_pattern(layers, 2), DsaSettings(topk, *INDEXER)
     model, state = build_model(arch, pattern, dsa, BuildSettings(), choose_backend("auto", "cpu"))
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -108,8 +110,8 @@ def prepare(side: str, layers: int, tokens: int, rows: int, batch: int, topk: in
     return epoch
 
 
-def v2_lite_flops() -> tuple[float, float]:
-    """TFLOP of one row of 4,096 tokens, with its trunk in the cache and without."""
+def model_flops(tokens: int, layers: int, dsa: tuple[int, int, int], changes: dict) -> tuple[float, float]:
+    """GFLOP of one row with its trunk in the cache, and without; `dsa`: top-k, index heads, their size."""
     from megatron_patch.devices import cpu_redirect
 
     cpu_redirect.install()
@@ -117,9 +119,8 @@ def v2_lite_flops() -> tuple[float, float]:
     from megatron_patch.model.layer_pattern import appended_pattern
     from megatron_patch.planning.flops import FlopsCounter
 
-    dsa = DsaSettings(index_topk=2048, index_n_heads=64, index_head_dim=128)
-    count = FlopsCounter(architecture(), appended_pattern(27, 2), dsa)
-    return count([4096], False, []).total / 1e12, count([4096], False).total / 1e12
+    count = FlopsCounter(architecture(**changes, num_hidden_layers=layers), appended_pattern(layers, 2), DsaSettings(*dsa))
+    return count([tokens], False, []).total / 1e9, count([tokens], False).total / 1e9
 
 
 def main(arguments: Arguments) -> None:
@@ -135,10 +136,10 @@ def main(arguments: Arguments) -> None:
         )
         for side in ("first", "none")
     ]  # fmt: skip
-    ours, theirs = v2_lite_flops()
-    lines.append(
-        sides.entry("trunk_cache/model_flops/V2-Lite/tokens=4096", "TFLOP a row", ours, theirs, goal=None, repeats=0, spread=None)
-    )
+    here = (case["tokens"], case["layers"], (case["topk"], *INDEXER), EIGHTH)
+    for model, sizes in (("this model", here), ("V2-Lite", (4096, 27, (2048, 64, 128), {}))):
+        name = f"trunk_cache/model_flops/{model}/tokens={sizes[0]}"
+        lines.append(sides.entry(name, "GFLOP a row", *model_flops(*sizes), goal=None, repeats=0, spread=None))
     sides.publish(lines, arguments.json)
 
 
