@@ -82,8 +82,8 @@ class MicroBatches:
 
     def upcoming(self, until: int) -> np.ndarray:
         """The sample numbers, ascending, each once, that the run takes before `until` samples are consumed."""
-        if until - self.consumed_samples >= self.num_samples:
-            return np.arange(self.num_samples)
+        if math.ceil(self.consumed_samples / self.num_samples) + 1 <= until // self.num_samples:
+            return np.arange(self.num_samples)  # a whole epoch is among them
         return np.unique(np.array([self._sample(i) for i in range(self.consumed_samples, until)], dtype=np.int64))
 
     def _sample(self, position: int) -> int:
