@@ -10,6 +10,7 @@ The last rows are no measurements: model FLOPs of a row with and without its tru
 bounds what the cache can give where all products run at one rate.
 """
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def prepare(side: str, layers: int, tokens: int, rows: int, batch: int, topk: in
     ids = torch.randint(0, arch.vocab_size, (rows, tokens + 1))
     batches = [collate([(Row(row[:-1], row[1:], torch.ones(tokens), number), True)]) for number, row in enumerate(ids)]
     starts, folder = torch.arange(rows + 1).numpy() * tokens, Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     def empty_cache() -> CachedTrunk:
         shutil.rmtree(folder)

@@ -138,8 +138,8 @@ class RowStore:
         return np.fromfile(self.directory / ROWS, dtype="<u8").reshape(-1, 2)[:, 0] != 0
 
 
-def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarray, width: int, remedies: Mapping[str, str]) -> None:
-    """Make an empty store of these rows, or see that the one that is there is of them. One process of a run calls it.
+def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarray, width: int, remedies: Mapping[str, str]) -> bool:
+    """Make an empty store of these rows (True), or see that the one that is there is of them. One process of a run calls it.
 
     Args:
         directory: new, empty, or a store.
@@ -166,8 +166,17 @@ def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarr
                 with open(directory / name, "wb") as file:
                     file.truncate(size)
             atomic_write_json(directory / MANIFEST, {"schema": SCHEMA, "key": ours, "bytes": sizes})
-            return
+            return True
     _check(directory, ours, sizes, remedies)
+    return False
+
+
+def remove(directory: Path) -> None:
+    """Take a store away, and its directory if it holds nothing else."""
+    for name in (MANIFEST, ROWS, VALUES):  # the manifest first: without it the rest is no store
+        (directory / name).unlink()
+    if not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def _check(directory: Path, ours: Mapping[str, object], sizes: Mapping[str, int], remedies: Mapping[str, str]) -> None:

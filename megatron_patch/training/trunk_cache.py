@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset
 
 from megatron_patch.config import PRETRAIN, TrainSettings
 from megatron_patch.data.batch import PackedBatch
-from megatron_patch.data.row_store import RowStore, create_or_check
+from megatron_patch.data.row_store import RowStore, create_or_check, remove
 from megatron_patch.data.sampler import MicroBatches
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
@@ -194,9 +194,13 @@ def open_trunk(
     }
     with ranks.agreement():
         if ranks.is_main():
-            create_or_check(directory, key, rows.starts, width, REMEDIES)
+            made = create_or_check(directory, key, rows.starts, width, REMEDIES)
+            try:
+                RowStore(directory, rows.starts, width, dtype).reserve(rows.upcoming, partial(print, flush=True))
+            except BaseException:
+                if made:  # else it would bind the next try, with fewer or shorter rows, to these
+                    remove(directory)
+                raise
     with ranks.agreement():
         store = RowStore(directory, rows.starts, width, dtype)
-        if ranks.is_main():
-            store.reserve(rows.upcoming, partial(print, flush=True))
     return CachedTrunk(model, state, store, layers, device, settings.parallel.expert_model_parallel_size > 1)
