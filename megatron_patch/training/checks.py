@@ -104,7 +104,8 @@ def _check_same_run(settings: TrainSettings, kind: str) -> None:
     for name in names:
         if name in before and before[name] != now[name]:
             raise UserError(
-                f"a resumed run keeps its --{name.replace('_', '-')}: {settings.start.load} has {before[name]}, the command line {now[name]}; "
+                f"a resumed run keeps its --{name.replace('_', '-')}: {settings.start.load} has {before[name]}, the command line "
+                f"{now[name]}; "
                 "give the old value, or start from its weights with --pretrained-checkpoint"
             )
 
