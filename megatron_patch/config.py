@@ -74,6 +74,9 @@ class DataSettings:
     """Tokens of a sample."""
     isolate_documents: bool = True
     """No attention, DSA index or loss across documents."""
+    epoch_rows: Literal["fresh", "same"] | None = None
+    """Pretraining rows of later epochs. fresh: documents shuffled and cut anew; same: the first epoch's rows in another order,
+    which is what --trunk-cache can keep. Default: same with --trunk-cache, else fresh. (SFT's rows are always the same.)"""
     num_workers: int = 0
     """Processes that read data beside each rank."""
 
@@ -238,7 +241,10 @@ class OutputSettings:
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     """offline needs no account; upload later with `wandb sync`."""
     trunk_cache: Path | None = None
-    """Store the frozen trunk's activations. (Not in this release.)"""
+    """Keep the frozen trunk's output of each row in this directory, and take it from there when the row comes again: in a later
+    epoch, after a resume, in another run on the same base and data. Takes the hidden size x 2 bytes a token; the size is said at the start."""
+    trunk_cache_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of the kept values. Training takes them rounded from the first epoch on; fp32 changes nothing of an fp32 run."""
     profile_steps: str | None = None
     """A:B prints where the time of these steps goes (data, trunk, DSA layers, head, optimizer), and writes that and a
     torch.profiler trace to --save."""
@@ -250,7 +256,6 @@ class OutputSettings:
         _require(self.keep_last >= 0, "--keep-last must not be negative", self.keep_last, "0 keeps all")
         folder = self.tensorboard_dir
         _require(folder is None or not folder.is_file(), "--tensorboard-dir must be a directory", folder, "move the file")
-        _require(self.trunk_cache is None, "--trunk-cache is not in this release", self.trunk_cache, "leave it out")
         if self.profile_steps is not None:
             self.profile_range()
 
@@ -285,6 +290,8 @@ class TrainSettings:
             kind, rule = self.optim.optimizer, "--train base-indexers needs --optimizer adam or sgd, muon takes no indexers"
             _require(kind != MUON, rule, kind, "use adam")
             _require(not self.precision.recompute_dsa, "--recompute-dsa needs DSA layers", "--train base-indexers", "leave it out")
+            cache, rule = self.output.trunk_cache, "--trunk-cache keeps what lies below DSA layers, --train base-indexers has none"
+            _require(cache is None, rule, cache, "leave it out")
         warmup = self.optim.indexer_warmup_iters
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"
@@ -293,6 +300,11 @@ class TrainSettings:
     def launch(self, ranks: int | None = None, experts: int | None = None) -> Launch:
         """What the layout's rules are asked about; `ranks` and `experts` (of the base) where they are known."""
         return self.parallel.launch(optimizer=self.optim.optimizer, train=self.model.train, ranks=ranks, experts=experts)
+
+    @property
+    def repeats_rows(self) -> bool:
+        """Whether pretraining takes the same rows in every epoch."""
+        return (self.data.epoch_rows or ("same" if self.output.trunk_cache else "fresh")) == "same"
 
     @property
     def resumes_in_place(self) -> bool:

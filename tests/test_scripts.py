@@ -112,10 +112,11 @@ def test_every_variable_reaches_its_flag(tools: Path) -> None:
         "INDEXER_LOSS_COEFF": "0.25", "MOE_AUX_LOSS_COEFF": "0.125", "SEED": "9", "LOG_INTERVAL": "3",
         "EVAL_INTERVAL": "11", "EVAL_ITERS": "4", "SAVE": "out", "SAVE_INTERVAL": "13", "KEEP_LAST": "5", "BF16": "0",
         "DEVICE": "cpu", "OPTIMIZER": "sgd", "WANDB_PROJECT": "w", "VALID_DATA_PATH": "v", "DATA_PATH": "0.3 p1 0.7 p2",
+        "TRUNK_CACHE": "c",
     }  # fmt: skip
     got = settings_of(dry_run("pretrain.sh", tools=tools, **given))
     fields = {name: value for group in vars(got).values() for name, value in vars(group).items()}
-    renamed = {"DATA_PATH": ("0.3", "p1", "0.7", "p2"), "VALID_DATA_PATH": ("v",), "SAVE": Path("out"), "BF16": False}
+    renamed = {"DATA_PATH": ("0.3", "p1", "0.7", "p2"), "VALID_DATA_PATH": ("v",), "SAVE": Path("out"), "BF16": False, "TRUNK_CACHE": Path("c")}
     for name, text in given.items():
         value = fields[name.lower()]
         assert value == renamed.get(name, type(value)(text)), name

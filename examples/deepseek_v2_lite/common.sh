@@ -90,6 +90,7 @@ model_flags() {
   [[ "$BF16" == 0 ]] || FLAGS+=(--bf16)
   [[ -z "$INDEXER_LR" ]] || FLAGS+=(--indexer-lr "$INDEXER_LR")
   [[ -z "$DEVICE" ]] || FLAGS+=(--device "$DEVICE")
+  [[ -z "$TRUNK_CACHE" ]] || FLAGS+=(--trunk-cache "$TRUNK_CACHE")
   [[ -z "$WANDB_PROJECT" ]] || FLAGS+=(--wandb-project "$WANDB_PROJECT")
 }
 

@@ -38,6 +38,7 @@ EVAL_ITERS="${EVAL_ITERS:-10}"
 SAVE_INTERVAL="${SAVE_INTERVAL:-200}"
 KEEP_LAST="${KEEP_LAST:-2}"
 WANDB_PROJECT="${WANDB_PROJECT:-}"
+TRUNK_CACHE="${TRUNK_CACHE:-}" # a directory for this base and this text: later epochs and runs skip the frozen layers; 4 KB a token
 
 model_flags
 read -r -a data <<< "$DATA_PATH"

@@ -1,19 +1,25 @@
 """A micro-batch: documents laid end to end without padding, delimited by `cu_seqlens`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+UNNUMBERED = -1
+
 
 class Row(NamedTuple):
-    """One sample, S tokens; `labels[t]` is the token that follows `tokens[t]`."""
+    """One sample, S tokens; `labels[t]` is the token that follows `tokens[t]`.
+
+    `number` is the row's own in its data set, the same in every epoch, or `UNNUMBERED` where no row comes twice.
+    """
 
     tokens: Tensor  # int64 [S]
     labels: Tensor  # int64 [S]
     loss_mask: Tensor  # float32 [S], 1 where the label counts
+    number: int = UNNUMBERED
 
 
 @dataclass
@@ -25,6 +31,7 @@ class PackedBatch:
     loss_mask: Tensor  # float32 [T], 1 where the label counts in the loss
     valid: Tensor  # bool [T], False for padding and for fillers of an evaluation's last batch
     cu_seqlens: Tensor  # int32 [documents + 1], first 0, last T
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int64))  # int64 [rows, 2]: number, tokens
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch on `device`."""
@@ -60,4 +67,5 @@ def collate(
         loss_mask = torch.nn.functional.pad(loss_mask, (0, padding))
         valid = torch.nn.functional.pad(valid, (0, padding))
         ends.append(torch.tensor([len(tokens)], dtype=torch.int32))
-    return PackedBatch(tokens, labels, loss_mask, valid, torch.cat(ends))
+    numbers = torch.tensor([[row.number, len(row.tokens)] for row, _ in rows])
+    return PackedBatch(tokens, labels, loss_mask, valid, torch.cat(ends), numbers)

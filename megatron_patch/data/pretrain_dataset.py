@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from megatron_patch.data.batch import Row
+from megatron_patch.data.batch import UNNUMBERED, Row
+from megatron_patch.data.repeated_rows import CUT_SEED, RepeatedRows
 from megatron_patch.data.split import parse_split
 from megatron_patch.data.token_files import check_files, read_report
 from megatron_patch.errors import UserError
@@ -27,10 +28,15 @@ class PretrainDataset(Dataset):
 
     P.bin is not read as a whole at the start, so that each row's ids are compared with the vocabulary when it is taken: an
     embedding looked up beyond its end is a crash on a CPU, and on some devices a silent zero.
+
+    Attributes:
+        numbers: int64 [len], each row's own number, the same in every epoch; None where no row comes twice.
+        sha256: of what the rows are cut from.
     """
 
-    def __init__(self, dataset: Any, vocab_size: int) -> None:
-        self.dataset, self.vocab_size = dataset, vocab_size
+    def __init__(self, dataset: Any, vocab_size: int, sha256: str = "") -> None:
+        self.dataset, self.vocab_size, self.sha256 = dataset, vocab_size, sha256
+        self.numbers = dataset.numbers if isinstance(dataset, RepeatedRows) else None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,7 +49,8 @@ class PretrainDataset(Dataset):
                 f"ids lie from 0 to below the model's {self.vocab_size}: row {number} of the pretraining data has {first} to "
                 f"{last}; P.bin is damaged, run prepare_pretrain.py again"
             )
-        return Row(item["tokens"], item["labels"], item["loss_mask"])
+        own = UNNUMBERED if self.numbers is None else int(self.numbers[number])
+        return Row(item["tokens"], item["labels"], item["loss_mask"], own)
 
 
 def parse_blend(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
@@ -83,6 +90,7 @@ def build_pretrain_datasets(
     pad_id: int,
     vocab_size: int,
     tokenizer_sha256: str | None = None,
+    repeat_rows: bool = False,
     together: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[PretrainDataset, PretrainDataset | None]:
     """Training and validation rows; call on all ranks. A blend needs a process group (as megatron-core does).
@@ -97,6 +105,7 @@ def build_pretrain_datasets(
         cache_dir: where megatron-core keeps its indices; seen by all ranks.
         eos_id, pad_id, vocab_size: of the model; `pad_id` may equal `eos_id`, as in DeepSeek-V2's tokenizer.
         tokenizer_sha256: the run's tokenizer, compared with the one that made the data.
+        repeat_rows: the training rows are the same in every epoch (`repeated_rows`), instead of cut anew.
         together: what the checks run in. Ranks agree there, because in megatron-core's builder they wait for rank 0,
             which makes the indices.
 
@@ -112,31 +121,41 @@ def build_pretrain_datasets(
             _check_report(report, prefix, eos_id, vocab_size, tokenizer_sha256)
             documents[prefix] = check_files(prefix, report)
             fingerprint.update(Path(f"{prefix}.idx").read_bytes())
+            if prefix == train_blend.prefixes[-1]:
+                cut_from = fingerprint.hexdigest()  # of the training prefixes alone, which come first
         if valid_blend is None:
             _check_split(split, {prefix: documents[prefix] for prefix in train_blend.prefixes}, valid_samples)
 
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    if valid_blend is None:
-        sources: dict[str, Any] = {"blend": tuple(train_blend), "split": ",".join(map(str, parse_split(split)))}
-    else:
-        sources = {"blend_per_split": [tuple(train_blend), tuple(valid_blend) if valid_samples else None, None]}
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        path_to_cache=str(cache_dir),
-        tokenizer=_TokenIds(eos_id, pad_id, vocab_size, fingerprint.hexdigest()),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,  # batch.collate does it, where it also cuts documents
-        create_attention_mask=False,
-        **sources,
-    )
-    # A part that exists is built with one row at least: megatron-core cannot be told to leave it out.
-    sizes = [train_samples, max(valid_samples, 1), 1]
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    return PretrainDataset(train, vocab_size), PretrainDataset(valid, vocab_size) if valid_samples else None
+    def build(blend: Blend, order_seed: int, training_rows: int | None) -> tuple[Any, Any]:
+        """(training rows, None: those of one epoch; validation rows)."""
+        if valid_blend is None:
+            sources: dict[str, Any] = {"blend": tuple(blend), "split": ",".join(map(str, parse_split(split)))}
+        else:
+            sources = {"blend_per_split": [tuple(blend), tuple(valid_blend) if valid_samples else None, None]}
+        config = GPTDatasetConfig(
+            random_seed=order_seed,
+            sequence_length=seq_length,
+            path_to_cache=str(cache_dir),
+            tokenizer=_TokenIds(eos_id, pad_id, vocab_size, fingerprint.hexdigest()),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,  # batch.collate does it, where it also cuts documents
+            create_attention_mask=False,
+            **sources,
+        )
+        # A part that exists is built with one row at least: megatron-core cannot be told to leave it out.
+        sizes = [training_rows, max(valid_samples, 1), 1]
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[:2]
+
+    train, valid = build(train_blend, seed, 1 if repeat_rows else train_samples)
+    if repeat_rows:
+        parts = [build(Blend([prefix], None), CUT_SEED, None)[0] for prefix in train_blend.prefixes]
+        with together():
+            train = RepeatedRows(parts, train_blend.prefixes, train_blend.weights, train_samples, seed)
+    return PretrainDataset(train, vocab_size, cut_from), PretrainDataset(valid, vocab_size) if valid_samples else None
 
 
 class _TokenIds:

@@ -80,6 +80,12 @@ class MicroBatches:
                 yield [self._sample(start + i) for i in range(self.micro_batch_size)]
             position += self.global_batch_size
 
+    def upcoming(self, until: int) -> np.ndarray:
+        """The sample numbers, ascending, each once, that the run takes before `until` samples are consumed."""
+        if math.ceil(self.consumed_samples / self.num_samples) + 1 <= until // self.num_samples:
+            return np.arange(self.num_samples)  # a whole epoch is among them
+        return np.unique(np.array([self._sample(i) for i in range(self.consumed_samples, until)], dtype=np.int64))
+
     def _sample(self, position: int) -> int:
         epoch, place = divmod(position, self.num_samples)
         if not self.shuffle:

@@ -1,5 +1,6 @@
 """The samples that prepare_sft wrote, as training rows: one document each."""
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,18 @@ class SftDataset(Dataset):
         """The sample as inputs and shifted labels, n - 1 tokens: its last token is a target only."""
         ids, mask = self.sample(number)
         ids = torch.from_numpy(ids.astype(np.int64))
-        return Row(ids[:-1], ids[1:], torch.from_numpy(mask[1:].astype(np.float32)))
+        return Row(ids[:-1], ids[1:], torch.from_numpy(mask[1:].astype(np.float32)), number)
+
+    @property
+    def row_starts(self) -> np.ndarray:
+        """int64 [samples + 1]: the first token of each row where all lie end to end, and the end."""
+        return np.concatenate([[0], np.cumsum(self.lengths - 1)])
+
+    def content_sha256(self) -> str:
+        """Of all tokens and lengths."""
+        digest = hashlib.sha256(np.ascontiguousarray(self._ids).data)
+        digest.update(self._starts.data)
+        return digest.hexdigest()
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from megatron_patch.errors import UserError
 
 
 @contextlib.contextmanager
-def only_writer(directory: Path, flag: str) -> Iterator[None]:
+def only_writer(directory: Path, flag: str, wait: bool = False) -> Iterator[None]:
     """Hold `directory`, made if it is not there, against other processes of this kind.
 
     No file is written, and nothing is left to clear away after a kill. A file system without locks holds nothing, and is named on stderr.
 
     Args:
         flag: that named the directory, for the message.
+        wait: until another process lets go, instead of the refusal.
 
     Raises:
         UserError: another process holds it.
@@ -26,7 +27,7 @@ def only_writer(directory: Path, flag: str) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(
                 f"one run at a time writes to {flag}: {directory} is in use by another process; wait for it, end it, or give "

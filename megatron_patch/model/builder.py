@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_patch.devices import mcore_fixes
@@ -33,6 +33,7 @@ from megatron_patch.model.head_loss import UpcycledModel
 from megatron_patch.model.indexed_attention import IndexedSelfAttention, IndexedTransformerLayer
 from megatron_patch.model.layer_pattern import DSA, check_pattern
 from megatron_patch.model.layers import DuplicatedLinear, RMSNorm
+from megatron_patch.model.trunk import TrunkTransformerLayer
 from megatron_patch.ops.backends import DsaBackend
 
 
@@ -188,7 +189,7 @@ def _layer_spec(
         ),
     )
     layer = ModuleSpec(
-        module=DsaTransformerLayer if is_dsa else IndexedTransformerLayer if indexed else TransformerLayer,
+        module=DsaTransformerLayer if is_dsa else IndexedTransformerLayer if indexed else TrunkTransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
@@ -203,6 +204,8 @@ def _layer_spec(
     if is_dsa:
         layer.params = {"q_rank": arch.hidden_size, "aux_loss_coeff": build.aux_loss_coeff, "state": state}
         layer.params["recompute"] = build.recompute_dsa
+    elif not indexed:
+        layer.params = {"state": state}
     return layer
 
 
@@ -228,7 +231,9 @@ def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
     )
 
 
-def forward_pack(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, labels: Tensor | None = None) -> Tensor:
+def forward_pack(
+    model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, labels: Tensor | None = None, below: Tensor | None = None
+) -> Tensor:
     """Run a pack of documents through the model.
 
     Args:
@@ -236,6 +241,7 @@ def forward_pack(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, lab
         tokens: int64 [T]; documents laid end to end.
         cu_seqlens: int32 [n + 1].
         labels: int64 [T], or None.
+        below: [T, 1, D], what takes the place of the tokens' embeddings; the caller bypasses the layers that it comes from.
 
     Returns:
         Logits [T, vocabulary] in the model's dtype, or with labels the loss of each token, fp32 [T] (nats).
@@ -244,6 +250,7 @@ def forward_pack(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor, lab
         input_ids=tokens[None],
         position_ids=None,  # RoPE is applied inside MLA from the document boundaries
         attention_mask=None,
+        decoder_input=below,
         labels=None if labels is None else labels[None],
         packed_seq_params=packed_seq_params(cu_seqlens),
     )

@@ -60,12 +60,13 @@ class FlopsCounter:
         chosen = sum(_selected_pairs(n, dsa.index_topk) for n in lengths)
         return _pair(arch) * chosen + 2 * dsa.index_n_heads * dsa.index_head_dim * causal
 
-    def __call__(self, lengths: Sequence[int], dense: bool) -> StepFlops:
+    def __call__(self, lengths: Sequence[int], dense: bool, in_trunk: Sequence[int] | None = None) -> StepFlops:
         """FLOPs of a step over documents of these lengths.
 
         Args:
             lengths: tokens of each document of the global batch.
             dense: the indexer's warm-up, in which DSA layers attend to all keys.
+            in_trunk: of the documents that the base's layers compute, where a trunk cache gives the others; None: all.
         """
         tokens = sum(lengths)
         causal = sum(n * (n + 1) // 2 for n in lengths)  # (query, key) pairs
@@ -81,8 +82,10 @@ class FlopsCounter:
                 dsa=2 * 2 * self._indexer * tokens + self._base_layers * (3 * index_pair + logits) * causal,
                 head=2 * self._head * tokens,
             )
+        through = lengths if in_trunk is None else in_trunk
+        through_pairs = sum(n * (n + 1) // 2 for n in through)
         return StepFlops(
-            frozen=2 * self._frozen * tokens + self._base_layers * pair * causal,
+            frozen=2 * self._frozen * sum(through) + self._base_layers * pair * through_pairs,
             dsa=2 * (3 * self._trained + 2 * self._indexer) * tokens
             + 3 * self._dsa_layers * (pair * chosen + index_pair * causal),
             head=2 * 2 * self._head * tokens,

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_patch.checkpoint.from_export import is_export
 from megatron_patch.checkpoint.manifest import saved_iterations
 from megatron_patch.checkpoint.resume import resumable_iterations
-from megatron_patch.config import BASE_INDEXERS, SFT, StartSettings, TrainSettings
+from megatron_patch.config import BASE_INDEXERS, PRETRAIN, SFT, StartSettings, TrainSettings
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_text
@@ -24,6 +24,10 @@ def check_kind(settings: TrainSettings, kind: str) -> None:
     if settings.model.train == BASE_INDEXERS and kind == SFT:
         raise UserError(
             "base indexers learn from text: sft_upcycle.py trains DSA layers, --train is base-indexers; use pretrain_upcycle.py"
+        )
+    if kind == PRETRAIN and settings.output.trunk_cache is not None and not settings.repeats_rows:
+        raise UserError(
+            "--trunk-cache needs rows that come again: --epoch-rows fresh cuts others in each epoch; use --epoch-rows same"
         )
 
 
@@ -61,7 +65,7 @@ def _agent() -> str:
     return f"{platform.node()} {parent} {started}"
 
 
-def check_output(settings: TrainSettings, again: bool = False) -> None:
+def check_output(settings: TrainSettings, kind: str, again: bool = False) -> None:
     """--save is new or empty, unless it is the run that --load resumes, or (`again`) that torchrun starts once more."""
     save, load = settings.output.save, settings.start.load
     for start in (load, settings.start.pretrained_checkpoint):
@@ -70,7 +74,7 @@ def check_output(settings: TrainSettings, again: bool = False) -> None:
     if save.exists() and not save.is_dir():
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
     if load is not None:
-        _check_same_run(settings)
+        _check_same_run(settings, kind)
     if settings.resumes_in_place or again:
         return
     if save.is_dir() and any(item.name != MARKER for item in save.iterdir()):
@@ -80,7 +84,7 @@ def check_output(settings: TrainSettings, again: bool = False) -> None:
         raise UserError(f"--save must be new or empty: {save} is not; give another path, or {resume}")
 
 
-def _check_same_run(settings: TrainSettings) -> None:
+def _check_same_run(settings: TrainSettings, kind: str) -> None:
     """What a resumed run cannot change without becoming another one; the rest of its flags may differ."""
     file = settings.start.load / CONFIG_FILE
     if not file.is_file():
@@ -92,10 +96,16 @@ def _check_same_run(settings: TrainSettings) -> None:
             f"a run's {CONFIG_FILE} holds its settings: {file}: {error!r}; copy it again, or start from its weights with "
             "--pretrained-checkpoint"
         ) from None
-    for name in ("optimizer", "bf16", "seed"):
+    names = ["optimizer", "bf16", "seed"]
+    if kind == PRETRAIN:  # chats are the same rows in any case
+        names.append("epoch_rows")
+        before["epoch_rows"] = before.get("epoch_rows") or ("same" if before.get("trunk_cache") else "fresh")
+        now["epoch_rows"] = "same" if settings.repeats_rows else "fresh"
+    for name in names:
         if name in before and before[name] != now[name]:
             raise UserError(
-                f"a resumed run keeps its --{name}: {settings.start.load} has {before[name]}, the command line {now[name]}; "
+                f"a resumed run keeps its --{name.replace('_', '-')}: {settings.start.load} has {before[name]}, the command line "
+                f"{now[name]}; "
                 "give the old value, or start from its weights with --pretrained-checkpoint"
             )
 

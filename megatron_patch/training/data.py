@@ -19,19 +19,22 @@ from megatron_patch.data.sft_dataset import build_sft_datasets, sample_lengths
 from megatron_patch.data.tokenizer import load_tokenizer, template_sha256, tokenizer_sha256
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
+from megatron_patch.training.trunk_cache import TrainingRows, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INDEX_CACHE = "index_cache"  # below --save
 DESCRIBED = 16  # micro-batches that the start-up line is measured on
 
 
 @dataclass
 class RunData:
-    """Training micro-batches of this rank, from where the run left off, and the held-out ones."""
+    """Training micro-batches of this rank, from where the run left off, and the held-out ones; `rows`: for --trunk-cache."""
 
     train: Iterator[PackedBatch]
     heldout: list[PackedBatch]
+    rows: TrainingRows | None = None
 
 
 def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_samples: int) -> RunData:
@@ -46,7 +49,7 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
     Raises:
         UserError: the data do not fit the base's tokenizer, the split or the lengths.
     """
-    steps, data, cache = settings.steps, settings.data, settings.output.save / "index_cache"
+    steps, data, cache = settings.steps, settings.data, settings.output.save / INDEX_CACHE
     evaluates = steps.eval_interval > 0
     with ranks.agreement():
         tokenizer = load_tokenizer(settings.model.base_model, trust_remote_code=settings.model.trust_remote_code)
@@ -58,7 +61,7 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
     heldout: list[PackedBatch] = []
-    with _removed_on_error(cache):
+    with removed_on_error(cache):
         train, valid = _datasets(settings, kind, tokenizer, vocab_size, cache)
         with ranks.agreement():
             order = MicroBatches(
@@ -72,9 +75,12 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
                     )
                 numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
                 heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+            rows = None
+            if settings.output.trunk_cache is not None:
+                rows = training_rows(settings, kind, train, order, tokenizer_sha256(tokenizer))
     if ranks.is_main():
         print(describe_packing(kind, train, first), flush=True)
-    return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout)
+    return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout, rows)
 
 
 def _datasets(
@@ -105,13 +111,14 @@ def _datasets(
         cache_dir=cache,
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        repeat_rows=settings.repeats_rows,
         together=ranks.agreement,
         **common,
     )
 
 
 @contextmanager
-def _removed_on_error(cache: Path) -> Iterator[None]:
+def removed_on_error(cache: Path) -> Iterator[None]:
     """A --save directory that was empty is empty again, and can be given once more, after data that are refused."""
     there = cache.exists()
     try:

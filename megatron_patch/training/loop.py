@@ -137,6 +137,8 @@ def stage_at(settings: TrainSettings, iteration: int) -> str:
 def _postfix(run: Run, result: StepResult) -> dict[str, str]:
     """What stands behind the progress bar."""
     shown = {"loss": f"{result.lm_loss:.3f}", "kl": f"{result.indexer_kl:.3f}"}
+    if result.trunk_cached is not None:
+        shown["cached"] = f"{result.trunk_cached:.0%}"
     share = _mfu(run, _tflops(run, result.flops, result.seconds))
     return shown if share is None else shown | {"mfu": f"{share:.1%}"}
 
@@ -177,6 +179,7 @@ def _log(run: Run, results: deque[StepResult], rate: float) -> None:
         stage=run.state.stage,
         tflops_per_device=tflops,
         mfu=_mfu(run, tflops),
+        trunk_cached=None if run.step.trunk is None else mean("trunk_cached"),
     )
 
 

@@ -45,13 +45,14 @@ from megatron_patch.training.checks import (
     mark_start,
     resumed_in_place,
 )
-from megatron_patch.training.data import RunData, build_data
+from megatron_patch.training.data import INDEX_CACHE, RunData, build_data, removed_on_error
 from megatron_patch.training.heldout import HeldoutEvaluation
 from megatron_patch.training.metrics import MetricsWriter, NoMetrics
 from megatron_patch.training.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_patch.training.output import open_output
 from megatron_patch.training.start import choose_start, load_start, restore_training
 from megatron_patch.training.step import TrainStep
+from megatron_patch.training.trunk_cache import open_trunk
 
 
 @dataclass
@@ -104,7 +105,7 @@ def set_up(settings: TrainSettings, kind: str, device: Device) -> Run:
     with ranks.agreement():
         check_kind(settings, kind)
         if ranks.is_main():
-            check_output(settings, again)
+            check_output(settings, kind, again)
             mark_start(settings.output.save)
         arch = read_architecture(settings.model.base_model)
         pattern = layer_pattern(settings, arch)
@@ -258,7 +259,9 @@ def _assemble(
         micro_batches = micro_batches_per_step(
             settings.steps.micro_batch_size, settings.steps.global_batch_size, layout.data_parallel
         )
-    data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
+    with removed_on_error(settings.output.save / INDEX_CACHE):
+        data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
+        trunk = open_trunk(settings, model, state, data.rows, identity.base_sha256, identity.layer_pattern, device)
     ddp = wrap_ddp(model, distributed_optimizer)
     optimizer = build_optimizer(
         ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
@@ -278,7 +281,7 @@ def _assemble(
         state=state,
         optimizer=optimizer,
         scheduler=scheduler,
-        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff, flops),
+        step=TrainStep(ddp, optimizer, state, device, settings.optim.indexer_loss_coeff, flops, trunk),
         heldout=HeldoutEvaluation(model, state, data.heldout, dsa_layers, device),
         data=data,
         micro_batches=micro_batches,

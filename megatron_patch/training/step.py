@@ -19,6 +19,7 @@ from megatron_patch.model.builder import forward_pack
 from megatron_patch.model.dsa_state import DENSE, DsaState
 from megatron_patch.planning.flops import FlopsCounter
 from megatron_patch.training.optimizer import gradients_are_finite
+from megatron_patch.training.trunk_cache import CachedTrunk
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class StepResult:
     """What one step did. Losses are means over the tokens of the global batch, in nats.
 
     `indexer_kl` and `index_recall` are means over DSA layers too; the recall is NaN unless the state asked for it.
-    `grad_norm` is before clipping. A skipped step changed no parameter. `flops` are the model's, over all ranks (`planning.flops`).
+    `grad_norm` is before clipping. A skipped step changed no parameter. `flops` are the model's, over all ranks (`planning.flops`),
+    without those that the trunk cache saved; `trunk_cached` is the share of the tokens that it served, None without one.
     """
 
     lm_loss: float
@@ -37,6 +39,7 @@ class StepResult:
     seconds: float
     skipped: bool
     flops: int
+    trunk_cached: float | None = None
 
 
 class TrainStep:
@@ -53,6 +56,7 @@ class TrainStep:
         device: activated.
         coefficient: weight of the indexers' KL; 0 leaves their gradients zero.
         flops: counts the model's FLOPs.
+        trunk: gives the frozen trunk's output; None: it is computed with the rest.
     """
 
     def __init__(
@@ -63,9 +67,10 @@ class TrainStep:
         device: Device,
         coefficient: float,
         flops: FlopsCounter,
+        trunk: CachedTrunk | None = None,
     ):
         self.model, self.optimizer, self.state, self.device = model, optimizer, state, device
-        self.coefficient, self.flops = coefficient, flops
+        self.coefficient, self.flops, self.trunk = coefficient, flops, trunk
         self.forward_backward = get_forward_backward_func()
         self.ranks = parallel_state.get_data_parallel_world_size()
 
@@ -78,13 +83,8 @@ class TrainStep:
         """
         start = time.perf_counter()
         lengths = [n for b in batches for n in b.cu_seqlens.diff().tolist()]
-        supervised, real, flops = sum_over_ranks(
-            [
-                sum(float(b.loss_mask.sum()) for b in batches),
-                sum(int(b.valid.sum()) for b in batches),
-                self.flops(lengths, stage == DENSE).total,
-            ],
-            self.device,
+        supervised, real = sum_over_ranks(
+            [sum(float(b.loss_mask.sum()) for b in batches), sum(int(b.valid.sum()) for b in batches)], self.device
         )
         self.model.train()
         self.model.zero_grad_buffer()
@@ -92,23 +92,34 @@ class TrainStep:
         self.state.reset()
         self.state.stage = stage
         self.state.kl_grad_scale = self.coefficient * self.ranks / max(real, 1)
+        if self.trunk is not None:
+            self.trunk.begin_step(batches)
         losses = self._run(batches, self.ranks * len(batches) / max(supervised, 1))
         self.state.kl_grad_scale = 0.0
-        lm_loss = sum_over_ranks([float(sum(losses))], self.device)[0] / max(supervised, 1)
+        computed = [] if self.trunk is None else [self.trunk.computed]
+        flops = self.flops(lengths, stage == DENSE, *computed).total
+        lm_loss, flops, in_trunk = sum_over_ranks([float(sum(losses)), flops, float(sum(map(sum, computed)))], self.device)
+        lm_loss /= max(supervised, 1)
         skipped = not (torch.isfinite(torch.tensor(lm_loss)) and gradients_are_finite(self.model))
         grad_norm = float("nan") if skipped else float(self.optimizer.step()[1])
         kl, recall = self.state.means(partial(sum_over_ranks, device=self.device)) or (float("nan"), float("nan"))
         self.device.synchronize()
         seconds = time.perf_counter() - start
-        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops))
+        cached = None if self.trunk is None else 1 - in_trunk / max(real, 1)
+        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops), cached)
 
     def _run(self, batches: list[PackedBatch], loss_scale: float) -> list[Tensor]:
         """Forward and backward of all micro-batches; returns each one's summed LM loss."""
 
         def forward_step(iterator: Iterator[PackedBatch], model):
-            batch = next(iterator).to(self.device.torch_device)
+            taken = next(iterator)
+            batch = taken.to(self.device.torch_device)
             self.state.counted = batch.valid
-            losses = self.state.attach_kept(forward_pack(model, batch.tokens, batch.cu_seqlens, batch.labels))
+            if self.trunk is None:
+                losses = forward_pack(model, batch.tokens, batch.cu_seqlens, batch.labels)
+            else:
+                losses = self.trunk.forward(model, taken, batch)
+            losses = self.state.attach_kept(losses)
 
             def loss_func(losses: Tensor) -> tuple[Tensor, Tensor]:
                 total = (losses * batch.loss_mask).sum()

@@ -5,11 +5,13 @@ import shutil
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_patch.data.batch import collate
 from megatron_patch.data.pretrain_dataset import build_pretrain_datasets, parse_blend
+from megatron_patch.data.repeated_rows import CUT_SEED, RepeatedRows
 from megatron_patch.errors import UserError
 from tests.data.files import pretrain, write_jsonl
 
@@ -162,3 +164,59 @@ def test_damaged_files_are_refused(corpus, build, tmp_path):
         (tmp_path / "P.idx").write_bytes(damaged)
         with pytest.raises(UserError, match=r"P\.idx .* damaged"):
             build(str(tmp_path / "P"))
+
+
+def by_number(dataset) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for position in range(len(dataset)):
+        row = dataset[position]
+        assert found.setdefault(row.number, row.tokens.tolist()) == row.tokens.tolist()
+    return found
+
+
+def test_an_epoch_takes_every_row_once(build):
+    train, _ = build(repeat_rows=True, train_samples=60)
+    rows = train.dataset.rows
+    assert 15 < rows < 25 and len(train) == 60
+    epochs = [train.numbers[i : i + rows].tolist() for i in (0, rows)]
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs) and epochs[0] != epochs[1]
+    assert len(by_number(train)) == rows
+
+
+def test_rows_do_not_depend_on_seed_or_length_of_the_run(build):
+    """Else no other run could use what one has kept."""
+    one, _ = build(repeat_rows=True, train_samples=60, seed=1)
+    other, _ = build(repeat_rows=True, train_samples=100, seed=2)
+    assert by_number(one) == by_number(other) and one.sha256 == other.sha256
+    assert one.numbers.tolist() != other.numbers[:60].tolist()
+
+
+def test_one_epoch_at_the_default_seed_is_the_run_without_it(build):
+    same, held = build(repeat_rows=True, train_samples=12, seed=CUT_SEED)
+    fresh, held_too = build(train_samples=12, seed=CUT_SEED)
+    assert tokens_of(same, 12) == tokens_of(fresh, 12) and tokens_of(held, 5) == tokens_of(held_too, 5)
+    assert fresh.numbers is None and fresh[0].number == -1
+    assert not torch.equal(build(train_samples=50, seed=CUT_SEED)[0][1].tokens, same[1].tokens), "else this flag were for nothing"
+
+
+def test_a_blend_takes_its_weights(corpus, build, device):
+    train, _ = build("0.3", str(corpus / "a"), "0.7", str(corpus / "b"), repeat_rows=True, train_samples=200, valid_samples=20)
+    share = sum(3 + 65 in row for row in tokens_of(train, 200)) / 200
+    assert share == pytest.approx(0.7, abs=0.03)
+    rows = by_number(train)
+    assert sorted(rows) == list(range(train.dataset.rows))
+    fresh, _ = build("0.3", str(corpus / "a"), "0.7", str(corpus / "b"), train_samples=20, valid_samples=20, seed=CUT_SEED)
+    same, _ = build("0.3", str(corpus / "a"), "0.7", str(corpus / "b"), repeat_rows=True, train_samples=20, valid_samples=20, seed=CUT_SEED)
+    assert tokens_of(fresh, 20) == tokens_of(same, 20)
+    separate, _ = build(valid_data_path=[str(corpus / "b")], repeat_rows=True)
+    assert {t for row in tokens_of(separate, 50) for t in row} == {1, 2, 3 + 64}
+
+
+def test_a_prefix_without_a_row_is_refused(build):
+    with pytest.raises(UserError, match="--epoch-rows same needs a row in each prefix"):
+        build(repeat_rows=True, seq_length=4096)
+
+
+def test_a_run_shorter_than_an_epoch():
+    rows = RepeatedRows([range(1000)], ["P"], None, 10, 5)
+    assert len(set(rows.numbers.tolist())) == 10 and np.all(rows.numbers < 1000)

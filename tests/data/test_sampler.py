@@ -44,6 +44,14 @@ def test_resume_equals_an_uninterrupted_run(steps, num_samples):
     assert resumed == whole[steps:]
 
 
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40))
+def test_what_is_upcoming_is_what_comes(done, steps, num_samples):
+    settings = {"num_samples": num_samples, "seed": 1, "consumed_samples": 8 * done}
+    comes = chain(*global_batches(steps, 2, 2, 8, **settings))
+    order = MicroBatches(micro_batch_size=4, global_batch_size=8, **settings)
+    assert order.upcoming(8 * (done + steps)).tolist() == sorted(set(comes))
+
+
 def test_seed_changes_the_order_and_no_shuffle_keeps_it():
     assert global_batches(2, 1, 4, 8, num_samples=50, seed=1) != global_batches(2, 1, 4, 8, num_samples=50, seed=2)
     assert list(chain(*global_batches(2, 1, 4, 8, num_samples=10, shuffle=False))) == [*range(10), *range(6)]

@@ -46,6 +46,13 @@ def test_attention_is_counted_by_pairs(tiny_base, dense):
     assert found.head == alone.head
 
 
+def test_documents_that_a_trunk_cache_gives_cost_the_trunk_nothing(tiny_base):
+    counter = FlopsCounter(read_architecture(tiny_base), PATTERN, TINY_DSA)
+    whole, some, none = (counter([30, 20], False, given) for given in ([30, 20], [20], []))
+    assert whole == counter([30, 20], False) and none.frozen == 0 and some.frozen == counter([20], False).frozen
+    assert some.total - some.frozen == none.total == whole.total - whole.frozen
+
+
 def test_a_step_of_the_bases_indexers_costs_what_is_counted(device, tiny_base):
     model, state = indexed_model(tiny_base)
     n = 64
