@@ -62,6 +62,8 @@ class StepClock:
             hooks.append(lowest.register_forward_pre_hook(lambda *_: self.switch(DSA_LAYERS)))
         for hook in hooks:
             until.callback(hook.remove)
+        if step.trunk is not None:
+            self._time_calls(step.trunk, "output", TRUNK, until)
         self._time_calls(model.config, "finalize_model_grads_func", GRADIENTS, until)
         self._time_calls(step.optimizer, "step", OPTIMIZER, until)
 

@@ -114,7 +114,7 @@ def test_a_vocabulary_that_two_ranks_share(two_ranks):
 
 
 def test_layers_get_the_strides_of_a_contiguous_tensor(tiny_base):
-    """A stride that does not matter makes oneDNN's bf16 product hundreds of times slower (`UpcycledModel._preprocess`)."""
+    """A stride that does not matter makes oneDNN's bf16 product hundreds of times slower (`head_loss._natural_strides`)."""
     model, _, _ = tiny_model(tiny_base)
     found = []
     for layer in model.decoder.layers:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_patch.model.builder import forward_pack, packed_seq_params
+from megatron_patch.model.trunk import trunk_output
 from megatron_patch.training import profile
 from megatron_patch.training.optimizer import build_optimizer, wrap_ddp
 from megatron_patch.training.profile import PARTS, StepProfile
@@ -84,6 +86,31 @@ def test_backward_passes_are_charged_to_what_they_go_through(step, tmp_path):
     assert seen == [*micro_batch, *micro_batch, "gradient sums", "other", "optimizer", "other", None]
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in (model, model.decoder.layers[-1], model.decoder.final_layernorm))
     assert "step" not in vars(step.optimizer)
+
+
+class FakeTrunk:
+    """A cache that keeps nothing."""
+
+    computed = ()
+
+    def begin_step(self, batches):
+        pass
+
+    def output(self, model, batch):
+        return trunk_output(model.module, batch.tokens, packed_seq_params(batch.cu_seqlens), 3)
+
+    def forward(self, model, taken, batch):
+        return forward_pack(model, batch.tokens, batch.cu_seqlens, batch.labels, self.output(model, batch))
+
+
+def test_what_the_trunk_cache_takes_is_the_trunks(step, tmp_path, monkeypatch):
+    step, pattern = step
+    step.trunk, step.flops, clock = FakeTrunk(), lambda *_: no_flops(None, None), Clock()
+    monkeypatch.setattr(FakeTrunk, "output", clock.slow(FakeTrunk.output))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    run(step, pattern, tmp_path, (1, 1), 1)
+    found = json.loads((tmp_path / "profile_1_1.json").read_text())["seconds"]
+    assert found == dict.fromkeys(PARTS, 0.0) | {"trunk": 2.0}
 
 
 def test_it_writes_a_trace_and_prints_the_table(step, tmp_path, capsys):
