@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from tqdm import tqdm
 
-from megatron_patch.checkpoint.save import save_checkpoint
+from megatron_patch.checkpoint.save import take_snapshot
 from megatron_patch.config import BASE_INDEXERS, StepSettings, TrainSettings
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
@@ -42,7 +42,7 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
     try:
         with ranks.one_reason(), hold_save(settings):
             run = set_up(settings, kind, device)
-            with contextlib.closing(run.metrics):
+            with contextlib.closing(run.metrics), run.saver:
                 return _train(run, stop)
     finally:
         stop.restore()
@@ -60,6 +60,7 @@ def _train(run: Run, stop: StopRequest) -> int:
         while progress.iteration < steps.train_iters:
             if (reason := stop.reason(run.device)) is not None:
                 break
+            run.saver.publish_if_written(run.device.sums_device)
             batches = list(islice(run.data.train, run.micro_batches))
             rate = run.optimizer.param_groups[0]["lr"]
             run.state.recall = _is_logged(steps, progress.iteration + 1)
@@ -85,8 +86,9 @@ def _train(run: Run, stop: StopRequest) -> int:
             if steps.eval_interval and progress.iteration % steps.eval_interval == 0:
                 _evaluate(run)
             if settings.output.save_interval and progress.iteration % settings.output.save_interval == 0:
-                _save(run)
+                _save(run, background=settings.output.async_save)
                 saved_at = progress.iteration
+    run.saver.finish()
     _check_finite(run, failures)
     if recent:
         _log(run, recent, rate)
@@ -241,29 +243,34 @@ def _check_finite(run: Run, failures: int) -> None:
             )
 
 
-def _save(run: Run) -> None:
-    """Check that the base did not move, and that the ranks did not part, then write a checkpoint."""
-    with ranks.agreement():
+def _save(run: Run, *, background: bool = False) -> None:
+    """Check that the base did not move, and that the ranks did not part, then write a checkpoint, or begin to."""
+    run.saver.finish()  # before anything is copied beside what is still being written
+
+    def check_frozen() -> None:  # by the writer: the whole base is hashed, and what does not move can be read at any time
         found = combined_sha256(frozen_hashes(run.model, run.identity.layer_pattern, run.experts))
         if found != run.frozen_here:
             raise RuntimeError(f"a frozen parameter or buffer moved: hash {found}, at the start {run.frozen_here}")
+
     if ranks.count() > 1:
         _, parted = merged_hashes(ranks.gather(trained_hashes(run.model, run.experts)))
         if parted:
             raise RuntimeError(f"ranks {parted[1]} and {parted[0]} must hold the same weights: they differ in {parted[2]}")
-    save_checkpoint(
+    snapshot = take_snapshot(
         run.settings.output.save,
         run.model,
         common_state(run.scheduler),
         run.identity,
         run.progress,
-        run.settings.output.keep_last,
         run.layout,
         optimizer_tensors(pieces_of(run.model, run.optimizer, run.experts)),
         run.experts,
+        copy=background,
     )
-    if ranks.is_main():
-        atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
+    run.saver.save(snapshot, check_frozen, background=background)
+    with ranks.agreement():
+        if ranks.is_main():
+            atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
 
 
 @contextlib.contextmanager

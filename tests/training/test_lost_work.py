@@ -70,11 +70,13 @@ def test_a_run_goes_on_from_the_one_before(runs, device, make_settings, saved, t
     assert [path.name for path in sorted(saved.glob("iter_*"))] == ["iter_0000009", LAST, "iter_0000020"]
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_killed_while_it_saves(runs, make_settings, text_prefix, tmp_path, capsys, event):
+@pytest.mark.parametrize(
+    ("event", "background"), [*((event, False) for event in EVENTS), ("weights written", True), ("old one half removed", True)]
+)
+def test_killed_while_it_saves(runs, make_settings, text_prefix, tmp_path, capsys, event, background):
     """-9 at each step of publishing the second checkpoint; the run goes on, and nothing is left of the half one."""
     save, log = tmp_path / "save", tmp_path / "log"
-    flags = FLAGS | {"save_interval": 4, "keep_last": 1, "eval_interval": 5}
+    flags = FLAGS | {"save_interval": 4, "keep_last": 1, "eval_interval": 5, "async_save": background}
     with Job(make_settings(save, text_prefix, **flags), PRETRAIN, 1, log, kill_at=event) as job:
         assert job.wait(120) == [-9], log.read_text()
     survivor = 8 if event in ("published", "old one half removed") else 4
@@ -127,8 +129,10 @@ def test_a_full_disk_is_one_line(device, make_settings, saved, text_prefix, monk
     assert train(settings, PRETRAIN, device) == 0
 
 
-def test_a_full_disk_of_one_rank_is_said_once(two_ranks, make_settings, text_prefix, tmp_path):
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "async"])
+def test_a_full_disk_of_one_rank_is_said_once(two_ranks, make_settings, text_prefix, tmp_path, background):
     flags = FLAGS | FORMS["distributed optimizer"][1] | {"eval_interval": 0, "save_interval": 2, "train_iters": 4}
+    flags |= {"async_save": background}
     save = tmp_path / "save"
     quiet(two_ranks.run(train_quietly, make_settings(save, text_prefix, **flags), PRETRAIN))
     settings = make_settings(save, text_prefix, **flags | {"train_iters": 6}, load=save)
