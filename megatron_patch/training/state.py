@@ -6,6 +6,7 @@ layout. Rates, betas and decay come from the settings and the schedule.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +21,9 @@ from megatron_patch.checkpoint.optimizer_state import MAIN, OptimizerState, entr
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.model.names import trainable
+
+# What PyTorch's optimizers keep of a parameter once they have stepped; without a part of it they would start that anew.
+_KEPT = {"AdamW": {"exp_avg", "exp_avg_sq", "step"}, "SGD": {"momentum_buffer"}, "Muon": {"momentum_buffer"}}
 
 
 @dataclass(frozen=True)
@@ -105,19 +109,20 @@ def optimizer_tensors(pieces: list[Piece]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_optimizer(pieces: list[Piece], state: OptimizerState) -> None:
+def restore_optimizer(pieces: list[Piece], state: OptimizerState, checkpoint: Path, stepped: bool) -> None:
     """Give the pieces their state, however it was cut when it was saved. No tensor is shared between parameters.
 
+    Args:
+        checkpoint: whose state it is.
+        stepped: whether the optimizer had made a step; before its first one it keeps nothing.
+
     Raises:
-        UserError: the state of one is missing, or not whole.
+        UserError: the state of one is missing, not whole, or another kind of optimizer's.
     """
     for piece in pieces:
         keys = state.keys(piece.name)
-        if state.parameters and (not keys or piece.copied != (MAIN in keys)):
-            raise UserError(
-                f"an optimizer's state covers what trains: {state.directory} has {', '.join(keys) or 'nothing'} of {piece.name}; "
-                "start from its weights with --pretrained-checkpoint"
-            )
+        if stepped or state.parameters:
+            _check_keys(piece, keys, checkpoint, stepped)
         own: dict[str, Tensor] = {}
         for key in keys:
             value = state.read(key, piece.name, piece.begin, piece.end)
@@ -129,6 +134,22 @@ def restore_optimizer(pieces: list[Piece], state: OptimizerState) -> None:
                 own[key] = value
         if own:
             piece.optimizer.state[piece.own] = own
+
+
+def _check_keys(piece: Piece, keys: list[str], checkpoint: Path, stepped: bool) -> None:
+    """Refuse a piece whose optimizer would go on with less than it had."""
+    name = type(piece.optimizer).__name__
+    kept = _KEPT.get(name) if stepped else set()
+    if name == "SGD" and not piece.optimizer.defaults["momentum"]:
+        kept = set()
+    found = set(keys) - {MAIN}
+    if piece.copied == (MAIN in keys) and (found == kept if kept is not None else found):
+        return
+    wanted = [*(["its state"] if kept is None else sorted(kept)), *[MAIN] * piece.copied]
+    raise UserError(
+        f"an optimizer's state covers what trains: {checkpoint} has {', '.join(keys) or 'nothing'} of {piece.name}, {name} needs "
+        f"{', '.join(wanted) or 'nothing'}; use another iteration, or start from its weights with --pretrained-checkpoint"
+    )
 
 
 def common_state(scheduler: OptimizerParamScheduler) -> dict:

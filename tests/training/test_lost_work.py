@@ -1,5 +1,6 @@
 """Nothing but the steps since the last whole checkpoint is ever lost: kills, torn files, full disks."""
 
+import json
 import os
 import resource
 import shutil
@@ -17,7 +18,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.training.loop import train
 from tests.killable import EVENTS, Job
 from tests.training.rank_runs import FLAGS, FORMS, LAST, no_space, quiet, same_run, train_quietly, train_with
-from tests.training.test_run import rows
+from tests.training.test_run import poison, rows
 
 FILES = ("model.safetensors", "optimizer_rank0000.safetensors", "training.pt", "manifest.json")
 
@@ -48,6 +49,42 @@ def test_a_torn_checkpoint_is_passed_over_with_a_line(saved, capsys, file, damag
 def test_weights_alone_need_no_optimizer(saved):
     truncate(saved / LAST / "optimizer_rank0000.safetensors")
     assert choose_checkpoint(saved, whole_state=False)[0].name == LAST
+
+
+LOST_STATES = {
+    "empty file": lambda name: False,
+    "no file": None,
+    "AdamW's steps": lambda name: not name.startswith("step/"),
+    "one parameter": lambda name: "wk.weight" not in name,
+}
+
+
+@pytest.mark.parametrize("lost", LOST_STATES)
+def test_an_optimizer_that_has_stepped_is_not_begun_anew(saved, device, make_settings, text_prefix, lost):
+    """The files are as the manifest says, and hold less than the optimizer had: a tool's work, or an older fault's."""
+    checkpoint, kept = saved / LAST, LOST_STATES[lost]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    file = checkpoint / "optimizer_rank0000.safetensors"
+    if kept is None:
+        file.unlink()
+        del manifest["files"][file.name]
+    else:
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items() if kept(name)}
+        manifest["files"][file.name] = saving.write_safetensors(file, tensors)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    settings = make_settings(saved, text_prefix, **FLAGS, load=saved)
+    with pytest.raises(UserError, match=rf"an optimizer's state covers what trains: {checkpoint} has .*, AdamW needs exp_avg, "):
+        train(settings, PRETRAIN, device)
+
+
+def test_an_optimizer_that_never_stepped_has_no_state(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    save = tmp_path / "save"
+    with monkeypatch.context() as patch:
+        poison(patch, {1, 2})
+        assert train(make_settings(save, text_prefix, train_iters=2), PRETRAIN, device) == 0
+    assert not list(save.rglob("optimizer*"))
+    assert train(make_settings(save, text_prefix, train_iters=3, load=save), PRETRAIN, device) == 0
+    assert list(save.rglob("optimizer*"))
 
 
 def test_what_the_pointer_says(saved):
