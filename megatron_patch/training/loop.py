@@ -10,13 +10,15 @@ from tqdm import tqdm
 
 from megatron_patch.checkpoint.save import take_snapshot
 from megatron_patch.config import BASE_INDEXERS, StepSettings, TrainSettings
+from megatron_patch.data.batch import PackedBatch
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
-from megatron_patch.errors import NonFiniteError, UserError
+from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
 from megatron_patch.model.freeze import combined_sha256, frozen_hashes, merged_hashes, trained_hashes
 from megatron_patch.training.base_recall import measure_recall, report_recall
+from megatron_patch.training.non_finite import end_non_finite
 from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
 from megatron_patch.training.state import common_state, optimizer_tensors, pieces_of
@@ -52,6 +54,7 @@ def _train(run: Run, stop: StopRequest) -> int:
     settings, progress = run.settings, run.progress
     steps = settings.steps
     recent: deque[StepResult] = deque(maxlen=steps.log_interval)
+    last_bad: tuple[list[PackedBatch], StepResult] | None = None
     failures, saved_at = 0, progress.iteration if settings.resumes_in_place else None
     started_at, reason = progress.iteration, stop.reason(run.device)
     if progress.iteration == 0 and reason is None:
@@ -71,6 +74,7 @@ def _train(run: Run, stop: StopRequest) -> int:
             failures = failures + 1 if result.skipped else 0
             if result.skipped:
                 _report_skip(run, failures)
+                last_bad = batches, result
                 if failures >= steps.max_non_finite_steps:
                     break
             else:
@@ -89,7 +93,8 @@ def _train(run: Run, stop: StopRequest) -> int:
                 _save(run, background=settings.output.async_save)
                 saved_at = progress.iteration
     run.saver.finish()
-    _check_finite(run, failures)
+    if failures >= steps.max_non_finite_steps:
+        end_non_finite(run, failures, *last_bad)
     if recent:
         _log(run, recent, rate)
     reason = reason or stop.reason(run.device)
@@ -229,18 +234,6 @@ def _report_skip(run: Run, failures: int) -> None:
     _note(
         f"iteration {run.progress.iteration}: loss or gradient is not finite; step skipped ({failures} in a row)"
     )
-
-
-def _check_finite(run: Run, failures: int) -> None:
-    """End the run after too many skipped steps in a row."""
-    limit = run.settings.steps.max_non_finite_steps
-    with ranks.agreement():
-        if failures >= limit:
-            raise NonFiniteError(
-                f"loss or gradients were not finite {failures} steps in a row (--max-non-finite-steps {limit}), the last at "
-                f"iteration {run.progress.iteration}; lower --lr, or look at the data of samples "
-                f"{run.progress.consumed_samples - failures * run.settings.steps.global_batch_size} to {run.progress.consumed_samples}"
-            )
 
 
 def _save(run: Run, *, background: bool = False) -> None:

@@ -26,7 +26,8 @@ class StepResult:
     """What one step did. Losses are means over the tokens of the global batch, in nats.
 
     `indexer_kl` and `index_recall` are means over DSA layers too; the recall is NaN unless the state asked for it.
-    `grad_norm` is before clipping. A skipped step changed no parameter. `flops` are the model's, over all ranks (`planning.flops`).
+    `grad_norm` is before clipping. A skipped step changed no parameter; `losses` are then this rank's, each summed over the tokens
+    of a micro-batch. `flops` are the model's, over all ranks (`planning.flops`).
     """
 
     lm_loss: float
@@ -37,6 +38,7 @@ class StepResult:
     seconds: float
     skipped: bool
     flops: int
+    losses: tuple[float, ...] = ()
 
 
 class TrainStep:
@@ -100,7 +102,8 @@ class TrainStep:
         kl, recall = self.state.means(partial(sum_over_ranks, device=self.device)) or (float("nan"), float("nan"))
         self.device.synchronize()
         seconds = time.perf_counter() - start
-        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops))
+        of_batches = tuple(map(float, losses)) if skipped else ()
+        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops), of_batches)
 
     def _run(self, batches: list[PackedBatch], loss_scale: float) -> list[Tensor]:
         """Forward and backward of all micro-batches; returns each one's summed LM loss."""

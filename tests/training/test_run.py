@@ -15,6 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_patch import errors
 from megatron_patch.checkpoint.export import export
 from megatron_patch.config import PRETRAIN, SFT
+from megatron_patch.data.batch_file import read_batches
+from megatron_patch.data.sft_dataset import SftDataset
+from megatron_patch.data.show import ShowSettings, show_samples
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.training import loop, setup
 from megatron_patch.training.loop import train
@@ -267,12 +270,29 @@ def test_non_finite_steps_are_skipped_and_counted(device, make_settings, text_pr
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [PRETRAIN, SFT])
+def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix, sft_folder, tmp_path, monkeypatch, capsys, kind):
+    """What the last step saw is kept, and can be looked at."""
     poison(monkeypatch, {3, 4})
-    settings = make_settings(tmp_path / "run", text_prefix, max_non_finite_steps=2)
-    assert errors.run(lambda: train(settings, PRETRAIN, device)) == 3
-    assert "not finite 2 steps in a row" in capsys.readouterr().err
+    data = sft_folder if kind == SFT else text_prefix
+    settings = make_settings(tmp_path / "run", data, max_non_finite_steps=2, seq_length=128)
+    assert errors.run(lambda: train(settings, kind, device)) == 3
+    said = capsys.readouterr().err
+    assert "not finite 2 steps in a row" in said and f"{tmp_path}/run/non_finite/iter_0000004_rank*.safetensors" in said
     assert not list((tmp_path / "run").glob("iter_*"))
+    [file] = (tmp_path / "run/non_finite").iterdir()
+    kept, _ = read_batches(file)
+    assert [each.positions for each in kept] == [[12, 13], [14, 15]]
+    assert [math.isfinite(each.loss) for each in kept] == [False, True] and kept[0].batch.loss_mask[0] == float("inf")
+    show_samples(ShowSettings(str(file), n=1))
+    shown = capsys.readouterr().out
+    assert f"{kind}, iteration 4, rank 0: 2 micro-batches" in shown and "1 entries of the loss mask are not finite" in shown
+    assert "micro-batch 1:" in shown and "micro-batch 2:" not in shown and "loss inf; samples 12 to 13" in shown
+    if kind == SFT:  # the numbers are those of the folder, of which a part trains
+        samples, bounds = SftDataset(sft_folder, seq_length=128), kept[1].batch.cu_seqlens.tolist()
+        for row, begin, end in zip(kept[1].rows, bounds, bounds[1:], strict=False):
+            ids, _ = samples.sample(row)
+            assert kept[1].batch.tokens[begin:end].tolist() == ids[:-1].tolist()
     with pytest.raises(NonFiniteError):
         raise NonFiniteError  # the exception stays apart from UserError, whose code is 2
     assert not issubclass(NonFiniteError, UserError)
