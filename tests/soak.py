@@ -53,24 +53,28 @@ class Tally:
     kills: Counter = field(default_factory=Counter)
     rounds: int = 0
     most_lost: int = 0
+    writing: int = 0
     starts: int = 0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.kills[kind]} x {kind}" for kind in KINDS)
         return (
-            f"{self.kills.total()} kills ({kinds}) in {self.starts} starts; {self.rounds} runs ended as the uninterrupted one; "
+            f"{self.kills.total()} kills ({kinds}), {self.writing} of them while a checkpoint was written, in {self.starts} starts; "
+            f"{self.rounds} runs ended as the uninterrupted one; "
             f"at most {self.most_lost} steps were lost (a checkpoint each {INTERVAL})"
         )
 
 
 def soak(
-    settings: TrainSettings, folder: Path, *, ranks: int, seed: int, minutes: float = 1e9, kills: int = sys.maxsize
-) -> Tally:
+    settings: TrainSettings, folder: Path, *, ranks: int, seed: int, minutes: float = 1e9, kills: int = sys.maxsize,
+    write_seconds: float = 0.0,
+) -> Tally:  # fmt: skip
     """Kill and resume until the time is over or so many kills are done, then let the last run end.
 
     Args:
         settings: of the run; its --save is replaced.
         folder: new directory for the runs and their output.
+        write_seconds: that a checkpoint takes longer to write, so that kills meet it.
 
     Raises:
         AssertionError: work was lost, a process stayed, or the result differs.
@@ -82,7 +86,7 @@ def soak(
         save, log = folder / f"run{tally.rounds}", folder / f"run{tally.rounds}.log"
         while (kind := chance.choice(KINDS)) and time.monotonic() < deadline and tally.kills.total() < kills:
             tally.starts += 1
-            if killed(settings, save, log, ranks, kind, chance, tally):
+            if killed(settings, save, log, ranks, kind, chance, tally, write_seconds):
                 tally.kills[kind] += 1
             if saved_iterations(save)[-1:] == [STEPS]:
                 break
@@ -107,14 +111,16 @@ def run_to_end(settings: TrainSettings, ranks: int, log: Path) -> None:
 
 
 def killed(
-    settings: TrainSettings, save: Path, log: Path, ranks: int, kind: str, chance: random.Random, tally: Tally
-) -> bool:
+    settings: TrainSettings, save: Path, log: Path, ranks: int, kind: str, chance: random.Random, tally: Tally,
+    write_seconds: float,
+) -> bool:  # fmt: skip
     """Start or resume the run and kill it at a random moment; whether it was still there to be killed."""
     before = saved_iterations(save)
-    with Job(with_save(settings, save, resume=bool(before)), PRETRAIN, ranks, log) as job:
+    with Job(with_save(settings, save, resume=bool(before)), PRETRAIN, ranks, log, write_seconds=write_seconds) as job:
         pids = [process.pid for process in job.processes]
         wait_for_moment(job, save, chance)
         hit = all(process.is_alive() for process in job.processes)
+        tally.writing += bool(list(save.glob(".iter_*.partial-*")))
         victims = range(ranks) if kind == "SIGKILL to all" else [chance.randrange(ranks)]
         for rank in victims:
             job.send(signal.SIGTERM if kind == "SIGTERM to one rank" else signal.SIGKILL, rank)
@@ -171,6 +177,7 @@ def main() -> int:
     parser.add_argument("--layout", choices=LAYOUTS, default="ep2", help="one process, two data-parallel ranks, experts on two ranks")
     parser.add_argument("--distributed-optimizer", action=argparse.BooleanOptionalAction, help="default: with several ranks")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
+    parser.add_argument("--write-seconds", type=float, default=0.0, help="that a checkpoint takes longer to write")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.minutes >= 1e9 and arguments.kills == sys.maxsize:
@@ -186,7 +193,8 @@ def main() -> int:
         sharded = arguments.distributed_optimizer if arguments.distributed_optimizer is not None else ranks > 1
         flags = FLAGS | flags | {"use_distributed_optimizer": sharded, "async_save": arguments.async_save}
         settings = settings_of(base, folder / "unused", write_text(folder, base), **flags)
-        print(soak(settings, folder, ranks=ranks, seed=arguments.seed, minutes=arguments.minutes, kills=arguments.kills))
+        limits = {"minutes": arguments.minutes, "kills": arguments.kills, "write_seconds": arguments.write_seconds}
+        print(soak(settings, folder, ranks=ranks, seed=arguments.seed, **limits))
     return 0
 
 

@@ -266,4 +266,5 @@ def clear_leftovers(save: Path) -> None:
     """Remove what a run that was killed while it wrote a checkpoint left beside the whole ones. Hold the directory first."""
     for leftover in sorted([*save.glob(".iter_*.partial-*"), *save.glob(".iter_*.replaced-*")]):
         print(f"note: {leftover} was left by a run that was killed while it saved; removed", file=sys.stderr)
-        shutil.rmtree(leftover)
+        # Out of the way first: a rank that outlives its rank 0 by a moment may still be writing into it.
+        shutil.rmtree(leftover.rename(leftover.with_name(f"{leftover.name}.removed")))

@@ -90,7 +90,7 @@ def _train(run: Run, stop: StopRequest) -> int:
             if steps.eval_interval and progress.iteration % steps.eval_interval == 0:
                 _evaluate(run)
             if settings.output.save_interval and progress.iteration % settings.output.save_interval == 0:
-                _save(run, background=settings.output.async_save)
+                _save(run, background=settings.output.async_save and progress.iteration < steps.train_iters)
                 saved_at = progress.iteration
     run.saver.finish()
     if failures >= steps.max_non_finite_steps:

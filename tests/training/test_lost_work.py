@@ -46,6 +46,14 @@ def test_a_torn_checkpoint_is_passed_over_with_a_line(saved, capsys, file, damag
         choose_checkpoint(saved, whole_state=True)
 
 
+def test_what_is_no_checkpoint_of_its_number_is_passed_over(saved, capsys):
+    shutil.copytree(saved / LAST, saved / "iter_0000020")
+    (saved / "iter_0000030").write_text("a file")
+    (saved / "latest_checkpointed_iteration.txt").write_text("30")
+    assert choose_checkpoint(saved, whole_state=True)[0].name == LAST
+    assert "iter_0000020 is of iteration 10" in capsys.readouterr().err
+
+
 def test_weights_alone_need_no_optimizer(saved):
     truncate(saved / LAST / "optimizer_rank0000.safetensors")
     assert choose_checkpoint(saved, whole_state=False)[0].name == LAST
@@ -147,16 +155,18 @@ def test_a_rank_that_hangs_ends_the_others_in_time(make_settings, text_prefix, t
 
 def test_a_full_disk_is_one_line(device, make_settings, saved, text_prefix, monkeypatch, capsys):
     """While the weights, or torch's own file, are written; the checkpoint before stays, and is gone on from."""
-    settings = make_settings(saved, text_prefix, **FLAGS | {"train_iters": 12, "save_interval": 1, "load": saved})
+    flags = FLAGS | {"train_iters": 12, "save_interval": 1, "load": saved}
+    settings, in_background = (make_settings(saved, text_prefix, **flags, async_save=background) for background in (False, True))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (saved / LAST / "optimizer_rank0000.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, hard))  # the system refuses the file's last kilobyte
     try:
         assert errors.run(lambda: train(settings, PRETRAIN, device)) == 2
+        assert errors.run(lambda: train(in_background, PRETRAIN, device)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert said == ["error: the output needs space that can be written: File too large; free some, or give another path"]
+    assert said == ["error: the output needs space that can be written: File too large; free some, or give another path"] * 2
     for place in ("write_safetensors", "torch.save"):
         with monkeypatch.context() as patch:
             patch.setattr(saving, place, no_space) if "." not in place else patch.setattr(saving.torch, "save", no_space)
