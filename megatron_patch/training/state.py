@@ -22,7 +22,8 @@ from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.model.names import trainable
 
-# What PyTorch's optimizers keep of a parameter once they have stepped; without a part of it they would start that anew.
+STEP = "step"
+# What optimizers keep of a parameter once they have stepped, by class; without a part of it they would start that anew.
 _KEPT = {"AdamW": {"exp_avg", "exp_avg_sq", "step"}, "SGD": {"momentum_buffer"}, "Muon": {"momentum_buffer"}}
 
 
@@ -40,6 +41,14 @@ class Piece:
     copied: bool
     written: bool
     optimizer: torch.optim.Optimizer
+    group: dict
+
+    @property
+    def steps_of_group(self) -> bool:
+        """Whether steps are counted for a parameter group, as by MindSpeed's and Transformer Engine's AdamW, and not for each
+        parameter, as by PyTorch's optimizers and what is derived from them."""
+        kinds = [kind for kind in type(self.optimizer).__mro__ if kind is not torch.optim.Optimizer]
+        return not any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def pieces_of(model: nn.Module, optimizer: MegatronOptimizer, experts: range | None) -> list[Piece]:
@@ -55,10 +64,11 @@ def pieces_of(model: nn.Module, optimizer: MegatronOptimizer, experts: range | N
         if getattr(wrapper, "is_stub_optimizer", False) or wrapper.optimizer is None:
             continue
         sharded, here = isinstance(wrapper, DistributedOptimizer), []
+        groups = {id(own): group for group in wrapper.optimizer.param_groups for own in group["params"]}
         for parameter, own, begin, end in _shards(wrapper) if sharded else _wholes(wrapper, model):
             copied = own.dtype != parameter.dtype
             written = sharded or _first_holder(parameter)
-            here.append(Piece(names[id(parameter)], begin, end, own, copied, written, wrapper.optimizer))
+            here.append(Piece(names[id(parameter)], begin, end, own, copied, written, wrapper.optimizer, groups[id(own)]))
         assert len(here) == sum(len(group["params"]) for group in wrapper.optimizer.param_groups)
         found += here
     return found
@@ -97,7 +107,10 @@ def optimizer_tensors(pieces: list[Piece]) -> dict[str, Tensor]:
             continue
         if piece.copied:  # the rounded weights alone would not resume bit for bit
             tensors[entry_name(MAIN, piece.name, piece.begin)] = piece.own.detach().flatten()
-        for key, value in piece.optimizer.state.get(piece.own, {}).items():
+        state = piece.optimizer.state.get(piece.own, {})
+        if state and piece.steps_of_group and STEP in piece.group:  # in PyTorch's form: a run goes on with either kind
+            state = {**state, STEP: torch.tensor(float(piece.group[STEP]))}
+        for key, value in state.items():
             if value is None:  # SGD without momentum
                 continue
             if value.dim() == 0:
@@ -130,6 +143,8 @@ def restore_optimizer(pieces: list[Piece], state: OptimizerState, checkpoint: Pa
                 value = value.view_as(piece.own).to(piece.own.device)
             if key == MAIN:
                 piece.own.copy_(value)
+            elif key == STEP and piece.steps_of_group:
+                piece.group[STEP] = int(value)
             else:
                 own[key] = value
         if own:

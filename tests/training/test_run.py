@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from megatron.core import optimizer as mcore_optimizer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -97,6 +99,49 @@ def stop_after(settings, iterations, kind, device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup.TrainStep, "__call__", step)
         assert train(settings, kind, device) == 0
+
+
+class GroupAdamW(torch.optim.Optimizer):
+    """AdamW as MindSpeed's and Transformer Engine's: it counts the steps of a parameter group."""
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (b1, b2), count = group["betas"], group["step"]
+            for own in group["params"]:
+                state = self.state[own]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+                first, second = state["exp_avg"].lerp_(own.grad, 1 - b1), state["exp_avg_sq"]
+                second.mul_(b2).addcmul_(own.grad, own.grad, value=1 - b2)
+                own.mul_(1 - group["lr"] * group["weight_decay"])
+                size = (second / (1 - b2**count)).sqrt_().add_(group["eps"])
+                own.addcdiv_(first, size, value=-group["lr"] / (1 - b1**count))
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True, "use_distributed_optimizer": True}], ids=["fp32", "bf16, distributed optimizer"])
+def test_steps_that_a_group_counts_are_resumed(device, make_settings, text_prefix, tmp_path, monkeypatch, flags):
+    """Else the moments' bias were corrected as at the first step, without a word; and a run goes on under PyTorch's AdamW."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with monkeypatch.context() as patch:
+        patch.setattr(mcore_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        for module in (mcore_optimizer, mcore_optimizer.distrib_optimizer):
+            patch.setattr(module, "Adam", GroupAdamW)
+        train(make_settings(whole, text_prefix, **flags, save_interval=4), PRETRAIN, device)
+        stop_after(make_settings(halves, text_prefix, **flags), 4, PRETRAIN, device)
+        shutil.copytree(halves, tmp_path / "other")
+        train(make_settings(halves, text_prefix, **flags, load=halves), PRETRAIN, device)
+    name = "iter_0000006/model.safetensors"
+    a, b = load_file(whole / name), load_file(halves / name)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    train(make_settings(tmp_path / "other", text_prefix, **flags, load=tmp_path / "other"), PRETRAIN, device)
+    names = ("lm_loss", "grad_norm")
+    curves = [[[row[n] for n in names] for row in rows(d, "train")] for d in (whole, tmp_path / "other")]
+    torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=1e-4, atol=0)
 
 
 def test_a_signal_while_the_base_loads_is_not_lost(device, make_settings, text_prefix, tmp_path, monkeypatch):
