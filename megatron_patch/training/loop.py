@@ -241,6 +241,7 @@ def _save(run: Run, *, background: bool = False) -> None:
     run.saver.finish()  # before anything is copied beside what is still being written
 
     def check_frozen() -> None:  # by the writer: the whole base is hashed, and what does not move can be read at any time
+        run.device.make_current()
         found = combined_sha256(frozen_hashes(run.model, run.identity.layer_pattern, run.experts))
         if found != run.frozen_here:
             raise RuntimeError(f"a frozen parameter or buffer moved: hash {found}, at the start {run.frozen_here}")
