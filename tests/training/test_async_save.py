@@ -36,6 +36,11 @@ def train_held(settings, kind, hold: range) -> tuple[int, str, str]:
         if count["done"] == hold.stop - 1:
             assert saved_iterations(settings.output.save) == [], "a writer that waits has written"
             free.set()
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+        elif count["done"] == hold.stop:
+            assert saved_iterations(settings.output.save) == [5], "what every rank had written was not published before this step"
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -182,7 +182,7 @@ def test_a_full_disk_of_one_rank_is_said_once(two_ranks, make_settings, text_pre
     flags |= {"async_save": background}
     save = tmp_path / "save"
     quiet(two_ranks.run(train_quietly, make_settings(save, text_prefix, **flags), PRETRAIN))
-    settings = make_settings(save, text_prefix, **flags | {"train_iters": 6}, load=save)
+    settings = make_settings(save, text_prefix, **flags | {"train_iters": 8}, load=save)  # the last save waits in either form
     results = two_ranks.run(train_with, "disk full", 1, settings, PRETRAIN)
     assert [code for code, _, _ in results] == [2, 2], results
     assert results[0][2].count("error: the output needs space") == 1 and results[1][1:] == ("", "")
