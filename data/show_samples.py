@@ -2,6 +2,7 @@
 
     python data/show_samples.py runs/chats --n 3        # a folder of prepare_sft.py
     python data/show_samples.py runs/text               # a prefix of prepare_pretrain.py
+    python data/show_samples.py runs/v2_lite/sft/non_finite/iter_0000123_rank0000.safetensors    # what a run ended with
 
 Without a terminal, or with NO_COLOR set, learned tokens stand in [[ ]].
 """

@@ -234,6 +234,8 @@ class OutputSettings:
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 0
     """Checkpoints to keep; 0: all."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory of what trains and the optimizer's state."""
     tensorboard_dir: Path | None = None
     """Write TensorBoard event files here."""
     wandb_project: str | None = None

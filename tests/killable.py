@@ -26,17 +26,19 @@ class Job:
         count: ranks.
         log: file that takes the output of all ranks.
         kill_at: one of `EVENTS`; rank 0 kills itself there.
+        write_seconds: that every rank's writing of a checkpoint takes longer.
     """
 
-    def __init__(self, settings: TrainSettings, kind: str, count: int, log: Path, kill_at: str | None = None):
+    def __init__(
+        self, settings: TrainSettings, kind: str, count: int, log: Path, kill_at: str | None = None, write_seconds: float = 0.0
+    ):
         from tests.killable_rank import run_rank
 
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.processes = [
-            _CONTEXT.Process(target=run_rank, args=(rank, count, port, settings, kind, log, kill_at)) for rank in range(count)
-        ]
+        of_all = (settings, kind, log, kill_at, write_seconds)
+        self.processes = [_CONTEXT.Process(target=run_rank, args=(rank, count, port, *of_all)) for rank in range(count)]
         for process in self.processes:
             process.start()
 

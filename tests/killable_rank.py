@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -21,7 +22,9 @@ _DEVICE = activate("cpu")
 from megatron_patch.training.loop import train  # noqa: E402 (the device comes before megatron.core)
 
 
-def run_rank(rank: int, count: int, port: int, settings: TrainSettings, kind: str, log: Path, kill_at: str | None) -> None:
+def run_rank(
+    rank: int, count: int, port: int, settings: TrainSettings, kind: str, log: Path, kill_at: str | None, write_seconds: float
+) -> None:
     """Train as a rank of `count`, the output going to the end of `log`; end with the run's exit code."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
@@ -33,6 +36,8 @@ def run_rank(rank: int, count: int, port: int, settings: TrainSettings, kind: st
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     if kill_at is not None and rank == 0:
         plant(kill_at)
+    if write_seconds:
+        slow_down(write_seconds)
     code = 1
     try:
         code = errors.run(lambda: train(settings, kind, _DEVICE))
@@ -42,6 +47,19 @@ def run_rank(rank: int, count: int, port: int, settings: TrainSettings, kind: st
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the server's exit handlers are not this process's
+
+
+def slow_down(seconds: float) -> None:
+    """Checkpoints of the tiny base are written in a moment; those of a user's are not. Half before the files, half after."""
+    write = saving.write_snapshot
+
+    def slow(snapshot, directory):
+        time.sleep(seconds / 2)
+        hashes = write(snapshot, directory)
+        time.sleep(seconds / 2)
+        return hashes
+
+    saving.write_snapshot = slow
 
 
 def plant(event: str) -> None:

@@ -1,11 +1,13 @@
 """Kill training at random and resume it, for as long as asked; the result must be the uninterrupted run's, bit for bit.
 
-    python -m tests.soak --minutes 30                 # or --kills 50
-    python -m tests.soak --minutes 30 --ranks 1       # one process
+    python -m tests.soak --minutes 30                                      # or --kills 50; experts on two ranks
+    python -m tests.soak --kills 20 --layout dp2 --no-distributed-optimizer
+    python -m tests.soak --kills 20 --layout one --async-save
 
 Each round trains the tiny base's DSA layers to the end in spite of kills: -9 to one rank, -9 to all, SIGTERM to one, at a
 random moment from the start on, so also while a checkpoint is written. Checked after each: every rank has ended within
-the time-out, SIGTERM lost no step, -9 none before the last checkpoint; at the end: every loss, the weights, the optimizer.
+the time-out, SIGTERM lost no step, -9 none before the last checkpoint (with --async-save: the one before it, which is published
+before another is begun); at the end: every loss, the weights, the optimizer.
 """
 
 import argparse
@@ -31,6 +33,11 @@ from megatron_patch.config import PRETRAIN, StartSettings, TrainSettings
 from tests.killable import Job
 
 KINDS = ("SIGKILL to one rank", "SIGKILL to all", "SIGTERM to one rank")
+LAYOUTS = {  # name -> (ranks, flags)
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+}
 STEPS, INTERVAL, PATIENCE = 60, 3, 60.0
 FLAGS = {
     "train_iters": STEPS, "save_interval": INTERVAL, "keep_last": 2, "log_interval": 1, "seq_length": 128,
@@ -46,24 +53,28 @@ class Tally:
     kills: Counter = field(default_factory=Counter)
     rounds: int = 0
     most_lost: int = 0
+    writing: int = 0
     starts: int = 0
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.kills[kind]} x {kind}" for kind in KINDS)
         return (
-            f"{self.kills.total()} kills ({kinds}) in {self.starts} starts; {self.rounds} runs ended as the uninterrupted one; "
+            f"{self.kills.total()} kills ({kinds}), {self.writing} of them while a checkpoint was written, in {self.starts} starts; "
+            f"{self.rounds} runs ended as the uninterrupted one; "
             f"at most {self.most_lost} steps were lost (a checkpoint each {INTERVAL})"
         )
 
 
 def soak(
-    settings: TrainSettings, folder: Path, *, ranks: int, seed: int, minutes: float = 1e9, kills: int = sys.maxsize
-) -> Tally:
+    settings: TrainSettings, folder: Path, *, ranks: int, seed: int, minutes: float = 1e9, kills: int = sys.maxsize,
+    write_seconds: float = 0.0,
+) -> Tally:  # fmt: skip
     """Kill and resume until the time is over or so many kills are done, then let the last run end.
 
     Args:
         settings: of the run; its --save is replaced.
         folder: new directory for the runs and their output.
+        write_seconds: that a checkpoint takes longer to write, so that kills meet it.
 
     Raises:
         AssertionError: work was lost, a process stayed, or the result differs.
@@ -75,7 +86,7 @@ def soak(
         save, log = folder / f"run{tally.rounds}", folder / f"run{tally.rounds}.log"
         while (kind := chance.choice(KINDS)) and time.monotonic() < deadline and tally.kills.total() < kills:
             tally.starts += 1
-            if killed(settings, save, log, ranks, kind, chance, tally):
+            if killed(settings, save, log, ranks, kind, chance, tally, write_seconds):
                 tally.kills[kind] += 1
             if saved_iterations(save)[-1:] == [STEPS]:
                 break
@@ -100,14 +111,16 @@ def run_to_end(settings: TrainSettings, ranks: int, log: Path) -> None:
 
 
 def killed(
-    settings: TrainSettings, save: Path, log: Path, ranks: int, kind: str, chance: random.Random, tally: Tally
-) -> bool:
+    settings: TrainSettings, save: Path, log: Path, ranks: int, kind: str, chance: random.Random, tally: Tally,
+    write_seconds: float,
+) -> bool:  # fmt: skip
     """Start or resume the run and kill it at a random moment; whether it was still there to be killed."""
     before = saved_iterations(save)
-    with Job(with_save(settings, save, resume=bool(before)), PRETRAIN, ranks, log) as job:
+    with Job(with_save(settings, save, resume=bool(before)), PRETRAIN, ranks, log, write_seconds=write_seconds) as job:
         pids = [process.pid for process in job.processes]
         wait_for_moment(job, save, chance)
         hit = all(process.is_alive() for process in job.processes)
+        tally.writing += bool(list(save.glob(".iter_*.partial-*")))
         victims = range(ranks) if kind == "SIGKILL to all" else [chance.randrange(ranks)]
         for rank in victims:
             job.send(signal.SIGTERM if kind == "SIGTERM to one rank" else signal.SIGKILL, rank)
@@ -116,7 +129,7 @@ def killed(
     newest = choose_checkpoint(save, whole_state=True)[1].iteration if saved_iterations(save) else 0
     lost = last_step(save) - newest
     assert newest >= (before[-1] if before else 0), f"{newest} after {before}"
-    assert lost <= INTERVAL, f"{lost} steps were lost after {kind}\n{log.read_text()[-3000:]}"
+    assert lost <= INTERVAL * (1 + settings.output.async_save), f"{lost} steps were lost after {kind}\n{log.read_text()[-3000:]}"
     if kind == "SIGTERM to one rank" and codes == [0] * ranks:
         assert lost == 0
     elif kind != "SIGTERM to one rank" and hit:
@@ -161,7 +174,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--kills", type=int, default=sys.maxsize)
-    parser.add_argument("--ranks", type=int, default=2, help="with 2 or more the experts are spread over 2 of them")
+    parser.add_argument("--layout", choices=LAYOUTS, default="ep2", help="one process, two data-parallel ranks, experts on two ranks")
+    parser.add_argument("--distributed-optimizer", action=argparse.BooleanOptionalAction, help="default: with several ranks")
+    parser.add_argument("--async-save", action="store_true", help="write checkpoints while training goes on")
+    parser.add_argument("--write-seconds", type=float, default=0.0, help="that a checkpoint takes longer to write")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.minutes >= 1e9 and arguments.kills == sys.maxsize:
@@ -173,10 +189,12 @@ def main() -> int:
         folder = Path(name)
         base = make_tiny_base(folder / "base")
         make_tiny_tokenizer(base)
-        spread = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True} if arguments.ranks > 1 else {}
-        settings = settings_of(base, folder / "unused", write_text(folder, base), **FLAGS, **spread)
-        limits = {"minutes": arguments.minutes, "kills": arguments.kills}
-        print(soak(settings, folder, ranks=arguments.ranks, seed=arguments.seed, **limits))
+        ranks, flags = LAYOUTS[arguments.layout]
+        sharded = arguments.distributed_optimizer if arguments.distributed_optimizer is not None else ranks > 1
+        flags = FLAGS | flags | {"use_distributed_optimizer": sharded, "async_save": arguments.async_save}
+        settings = settings_of(base, folder / "unused", write_text(folder, base), **flags)
+        limits = {"minutes": arguments.minutes, "kills": arguments.kills, "write_seconds": arguments.write_seconds}
+        print(soak(settings, folder, ranks=ranks, seed=arguments.seed, **limits))
     return 0
 
 

@@ -110,7 +110,7 @@ def test_every_variable_reaches_its_flag(tools: Path) -> None:
         "TRAIN_ITERS": "50", "LR": "0.003", "MIN_LR": "0.001", "LR_WARMUP_ITERS": "5", "LR_DECAY_STYLE": "linear",
         "WEIGHT_DECAY": "0.2", "CLIP_GRAD": "0.5", "INDEXER_LR": "0.01", "INDEXER_WARMUP_ITERS": "7",
         "INDEXER_LOSS_COEFF": "0.25", "MOE_AUX_LOSS_COEFF": "0.125", "SEED": "9", "LOG_INTERVAL": "3",
-        "EVAL_INTERVAL": "11", "EVAL_ITERS": "4", "SAVE": "out", "SAVE_INTERVAL": "13", "KEEP_LAST": "5", "BF16": "0",
+        "EVAL_INTERVAL": "11", "EVAL_ITERS": "4", "SAVE": "out", "SAVE_INTERVAL": "13", "KEEP_LAST": "5", "BF16": "0", "ASYNC_SAVE": "1",
         "DEVICE": "cpu", "OPTIMIZER": "sgd", "WANDB_PROJECT": "w", "VALID_DATA_PATH": "v", "DATA_PATH": "0.3 p1 0.7 p2",
         "TRUNK_CACHE": "c",
     }  # fmt: skip

@@ -88,6 +88,7 @@ model_flags() {
     --save "$SAVE" --save-interval "$SAVE_INTERVAL" --keep-last "$KEEP_LAST" --tensorboard-dir "$SAVE/tensorboard"
   )
   [[ "$BF16" == 0 ]] || FLAGS+=(--bf16)
+  [[ "$ASYNC_SAVE" == 0 ]] || FLAGS+=(--async-save)
   [[ -z "$INDEXER_LR" ]] || FLAGS+=(--indexer-lr "$INDEXER_LR")
   [[ -z "$DEVICE" ]] || FLAGS+=(--device "$DEVICE")
   [[ -z "$TRUNK_CACHE" ]] || FLAGS+=(--trunk-cache "$TRUNK_CACHE")

@@ -37,6 +37,7 @@ EVAL_INTERVAL="${EVAL_INTERVAL:-100}"
 EVAL_ITERS="${EVAL_ITERS:-10}"
 SAVE_INTERVAL="${SAVE_INTERVAL:-200}"
 KEEP_LAST="${KEEP_LAST:-2}"
+ASYNC_SAVE="${ASYNC_SAVE:-0}" # 1: write checkpoints while training goes on, from a copy in host memory
 WANDB_PROJECT="${WANDB_PROJECT:-}"
 TRUNK_CACHE="${TRUNK_CACHE:-}" # a directory for this base and this text: later epochs and runs skip the frozen layers; 4 KB a token
 

@@ -174,7 +174,7 @@ def require_base(manifest: TrainingManifest, base: Path, identity: str) -> None:
 
 def saved_iterations(save: str | Path) -> list[int]:
     """Numbers of the iterations in a --save directory, ascending."""
-    found = (re.fullmatch(r"iter_(\d{7,})", item.name) for item in Path(save).glob("iter_*"))
+    found = (re.fullmatch(r"iter_(\d{7,})", item.name) for item in Path(save).glob("iter_*") if item.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 

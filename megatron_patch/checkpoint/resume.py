@@ -59,6 +59,11 @@ def choose_checkpoint(save: Path, *, whole_state: bool) -> tuple[Path, TrainingM
         directory = iteration_path(save, iteration)
         try:
             manifest = read_manifest(directory)
+            if manifest.iteration != iteration:
+                raise UserError(
+                    f"a checkpoint's directory has its iteration's number: {directory} is of iteration {manifest.iteration}; "
+                    f"write that into {LATEST_FILE} to go back to it"
+                )
             state = (TRAINING_FILE, *manifest.optimizer_files) if whole_state else ()
             verify_files(directory, manifest, only=(WEIGHTS_FILE, *state))
         except UserError as error:

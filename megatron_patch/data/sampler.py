@@ -75,18 +75,23 @@ class MicroBatches:
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed_samples
         while True:
-            for micro_batch in range(self.per_step):
-                start = position + (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
-                yield [self._sample(start + i) for i in range(self.micro_batch_size)]
+            for places in self.positions(position):
+                yield [self.sample(place) for place in places]
             position += self.global_batch_size
+
+    def positions(self, consumed_samples: int) -> list[list[int]]:
+        """Where this rank's micro-batches of the step after so many samples stand in the endless sequence."""
+        firsts = [(number * self.dp_size + self.dp_rank) * self.micro_batch_size for number in range(self.per_step)]
+        return [[consumed_samples + first + i for i in range(self.micro_batch_size)] for first in firsts]
 
     def upcoming(self, until: int) -> np.ndarray:
         """The sample numbers, ascending, each once, that the run takes before `until` samples are consumed."""
         if math.ceil(self.consumed_samples / self.num_samples) + 1 <= until // self.num_samples:
             return np.arange(self.num_samples)  # a whole epoch is among them
-        return np.unique(np.array([self._sample(i) for i in range(self.consumed_samples, until)], dtype=np.int64))
+        return np.unique(np.array([self.sample(i) for i in range(self.consumed_samples, until)], dtype=np.int64))
 
-    def _sample(self, position: int) -> int:
+    def sample(self, position: int) -> int:
+        """The number in the dataset of a place of the endless sequence."""
         epoch, place = divmod(position, self.num_samples)
         if not self.shuffle:
             return place

@@ -1,5 +1,6 @@
 """What the model will see, made visible: tokens, document boundaries, and which tokens are learned."""
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
+from megatron_patch.data.batch_file import read_batches
 from megatron_patch.data.sft_corpus import META
 from megatron_patch.data.sft_dataset import SftDataset
 from megatron_patch.data.token_files import check_files, read_report
@@ -23,9 +25,9 @@ class ShowSettings:
     """Show prepared samples as the model sees them."""
 
     path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATH")]
-    """A folder of prepare_sft.py, or a prefix of prepare_pretrain.py."""
+    """A folder of prepare_sft.py, a prefix of prepare_pretrain.py, or a file of a run's non_finite folder."""
     n: int = 3
-    """How many samples (SFT) or rows (pretraining)."""
+    """How many samples (SFT), rows (pretraining) or micro-batches."""
     seq_length: int = 256
     """Tokens in a row of pretraining text."""
     tokenizer: str | None = None
@@ -51,10 +53,12 @@ def show_samples(settings: ShowSettings, out: TextIO | None = None) -> None:
         _show_sft(settings, colour, out)
     elif Path(f"{settings.path}.json").is_file():
         _show_pretraining(settings, colour, out)
+    elif Path(settings.path).is_file():
+        _show_batches(settings, colour, out)
     else:
         raise UserError(
             f"nothing prepared at {settings.path!r}: it is neither a folder with {META} nor a prefix P of P.bin, "
-            "P.idx and P.json; run data/prepare_sft.py or data/prepare_pretrain.py first"
+            "P.idx and P.json, nor a file of micro-batches; run data/prepare_sft.py or data/prepare_pretrain.py first"
         )
 
 
@@ -92,6 +96,31 @@ def _show_pretraining(settings: ShowSettings, colour: bool, out: TextIO) -> None
         for number, ids in parts:
             print(f"-- document {number}, {len(ids)} tokens", file=out)
             print(render_tokens(token_texts(tokenizer, ids), [0] * len(ids), colour), file=out)
+
+
+def _show_batches(settings: ShowSettings, colour: bool, out: TextIO) -> None:
+    kept, meta = read_batches(Path(settings.path))
+    tokenizer = _tokenizer(settings, meta)
+    key = "green: learned" if colour else "[[...]]: learned"
+    print(f"{meta['kind']}, iteration {meta['iteration']}, rank {meta['rank']}: {len(kept)} micro-batches; | between tokens; {key}", file=out)
+    for number, each in enumerate(kept[: settings.n], 1):
+        batch, mask = each.batch, each.batch.loss_mask
+        strange = int((~mask.isfinite()).sum())
+        print(
+            f"\n== micro-batch {number}: {len(batch.tokens)} tokens, {int((mask != 0).sum())} learned, loss {each.loss:g}; samples "
+            f"{each.positions[0]} to {each.positions[-1]} of the run, {', '.join(map(str, each.rows))} of the data, from 0"
+            + (f"; {strange} entries of the loss mask are not finite" if strange else ""),
+            file=out,
+        )
+        ends = batch.cu_seqlens.tolist()
+        for document, (begin, end) in enumerate(itertools.pairwise(ends), 1):
+            # The mask stands beside the token before the learned one; the last label is of no token here.
+            ids, learned = batch.tokens[begin:end].tolist(), [0.0, *mask[begin:end].tolist()]
+            ids += batch.labels[end - 1 : end].tolist()
+            if not learned[-1]:
+                ids, learned = ids[:-1], learned[:-1]
+            print(f"-- document {document}, {end - begin} tokens", file=out)
+            print(render_tokens(token_texts(tokenizer, ids), learned, colour), file=out)
 
 
 def _tokenizer(settings: ShowSettings, meta: dict[str, Any]) -> Any:

@@ -41,6 +41,11 @@ class Device:
         if self.name != "cpu":
             getattr(torch, self.name).synchronize(self.torch_device)
 
+    def make_current(self) -> None:
+        """For a thread that this process starts: accelerators keep a current device for each thread, CANN none at first."""
+        if self.name != "cpu":
+            getattr(torch, self.name).set_device(self.torch_device)
+
 
 def activate(name: str | None = None) -> Device:
     """Activate `name` ("cpu", "cuda", "npu"; None: what is there) and mend megatron-core for it.

@@ -30,11 +30,26 @@ DESCRIBED = 16  # micro-batches that the start-up line is measured on
 
 @dataclass
 class RunData:
-    """Training micro-batches of this rank, from where the run left off, and the held-out ones; `rows`: for --trunk-cache."""
+    """Training micro-batches of this rank, from where the run left off, and the held-out ones.
+
+    `order` is that of the training samples, `parts` their numbers in the data that they are a part of (None: all of them);
+    `rows` are for --trunk-cache.
+    """
 
     train: Iterator[PackedBatch]
     heldout: list[PackedBatch]
+    order: MicroBatches
+    parts: Sequence[int] | None
+    tokenizer_sha256: str
     rows: TrainingRows | None = None
+
+    def samples_of(self, consumed_samples: int) -> list[tuple[list[int], list[int]]]:
+        """(places among all the run's samples, numbers in the data) of this rank's micro-batches after so many samples."""
+        found = []
+        for places in self.order.positions(consumed_samples):
+            numbers = [self.order.sample(place) for place in places]
+            found.append((places, numbers if self.parts is None else [self.parts[number] for number in numbers]))
+        return found
 
 
 def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_samples: int) -> RunData:
@@ -80,7 +95,8 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
                 rows = training_rows(settings, kind, train, order, tokenizer_sha256(tokenizer))
     if ranks.is_main():
         print(describe_packing(kind, train, first), flush=True)
-    return RunData(load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after), heldout, rows)
+    batches = load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after)
+    return RunData(batches, heldout, order, getattr(train, "indices", None), tokenizer_sha256(tokenizer), rows)
 
 
 def _datasets(

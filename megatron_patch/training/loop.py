@@ -7,15 +7,17 @@ from itertools import islice
 
 from tqdm import tqdm
 
-from megatron_patch.checkpoint.save import save_checkpoint
+from megatron_patch.checkpoint.save import take_snapshot
 from megatron_patch.config import BASE_INDEXERS, StepSettings, TrainSettings
+from megatron_patch.data.batch import PackedBatch
 from megatron_patch.devices import ranks
 from megatron_patch.devices.device import Device
-from megatron_patch.errors import NonFiniteError, UserError
+from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_text
 from megatron_patch.model.dsa_state import DENSE, SPARSE
 from megatron_patch.model.freeze import combined_sha256, frozen_hashes, merged_hashes, trained_hashes
 from megatron_patch.training.base_recall import measure_recall, report_recall
+from megatron_patch.training.non_finite import end_non_finite
 from megatron_patch.training.profile import StepProfile
 from megatron_patch.training.setup import Run, hold_save, set_up
 from megatron_patch.training.signals import StopRequest
@@ -42,7 +44,7 @@ def train(settings: TrainSettings, kind: str, device: Device) -> int:
     try:
         with ranks.one_reason(), hold_save(settings):
             run = set_up(settings, kind, device)
-            with contextlib.closing(run.metrics):
+            with contextlib.closing(run.metrics), run.saver:
                 return _train(run, stop)
     finally:
         stop.restore()
@@ -52,6 +54,7 @@ def _train(run: Run, stop: StopRequest) -> int:
     settings, progress = run.settings, run.progress
     steps = settings.steps
     recent: deque[StepResult] = deque(maxlen=steps.log_interval)
+    last_bad: tuple[list[PackedBatch], StepResult] | None = None
     failures, saved_at = 0, progress.iteration if settings.resumes_in_place else None
     started_at, reason = progress.iteration, stop.reason(run.device)
     if progress.iteration == 0 and reason is None:
@@ -60,6 +63,7 @@ def _train(run: Run, stop: StopRequest) -> int:
         while progress.iteration < steps.train_iters:
             if (reason := stop.reason(run.device)) is not None:
                 break
+            run.saver.publish_if_written(run.device.sums_device)
             profile.begin(progress.iteration + 1)
             batches = list(islice(run.data.train, run.micro_batches))
             profile.data_is_there()
@@ -73,6 +77,7 @@ def _train(run: Run, stop: StopRequest) -> int:
             failures = failures + 1 if result.skipped else 0
             if result.skipped:
                 _report_skip(run, failures)
+                last_bad = batches, result
                 if failures >= steps.max_non_finite_steps:
                     break
             else:
@@ -86,9 +91,11 @@ def _train(run: Run, stop: StopRequest) -> int:
             if steps.eval_interval and progress.iteration % steps.eval_interval == 0:
                 _evaluate(run)
             if settings.output.save_interval and progress.iteration % settings.output.save_interval == 0:
-                _save(run)
+                _save(run, background=settings.output.async_save and progress.iteration < steps.train_iters)
                 saved_at = progress.iteration
-    _check_finite(run, failures)
+    run.saver.finish()
+    if failures >= steps.max_non_finite_steps:
+        end_non_finite(run, failures, *last_bad)
     if recent:
         _log(run, recent, rate)
     reason = reason or stop.reason(run.device)
@@ -233,41 +240,35 @@ def _report_skip(run: Run, failures: int) -> None:
     )
 
 
-def _check_finite(run: Run, failures: int) -> None:
-    """End the run after too many skipped steps in a row."""
-    limit = run.settings.steps.max_non_finite_steps
-    with ranks.agreement():
-        if failures >= limit:
-            raise NonFiniteError(
-                f"loss or gradients were not finite {failures} steps in a row (--max-non-finite-steps {limit}), the last at "
-                f"iteration {run.progress.iteration}; lower --lr, or look at the data of samples "
-                f"{run.progress.consumed_samples - failures * run.settings.steps.global_batch_size} to {run.progress.consumed_samples}"
-            )
+def _save(run: Run, *, background: bool = False) -> None:
+    """Check that the base did not move, and that the ranks did not part, then write a checkpoint, or begin to."""
+    run.saver.finish()  # before anything is copied beside what is still being written
 
-
-def _save(run: Run) -> None:
-    """Check that the base did not move, and that the ranks did not part, then write a checkpoint."""
-    with ranks.agreement():
+    def check_frozen() -> None:  # by the writer: the whole base is hashed, and what does not move can be read at any time
+        run.device.make_current()
         found = combined_sha256(frozen_hashes(run.model, run.identity.layer_pattern, run.experts))
         if found != run.frozen_here:
             raise RuntimeError(f"a frozen parameter or buffer moved: hash {found}, at the start {run.frozen_here}")
+
     if ranks.count() > 1:
         _, parted = merged_hashes(ranks.gather(trained_hashes(run.model, run.experts)))
         if parted:
             raise RuntimeError(f"ranks {parted[1]} and {parted[0]} must hold the same weights: they differ in {parted[2]}")
-    save_checkpoint(
+    snapshot = take_snapshot(
         run.settings.output.save,
         run.model,
         common_state(run.scheduler),
         run.identity,
         run.progress,
-        run.settings.output.keep_last,
         run.layout,
         optimizer_tensors(pieces_of(run.model, run.optimizer, run.experts)),
         run.experts,
+        copy=background,
     )
-    if ranks.is_main():
-        atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
+    run.saver.save(snapshot, check_frozen, background=background)
+    with ranks.agreement():
+        if ranks.is_main():
+            atomic_write_text(run.settings.output.save / "frozen.sha256", run.identity.frozen_sha256 + "\n")
 
 
 def _profile(run: Run) -> StepProfile:

@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_patch.checkpoint.load_base import load_base
 from megatron_patch.checkpoint.manifest import Layout
 from megatron_patch.checkpoint.save import Identity, Progress, clear_leftovers
+from megatron_patch.checkpoint.saver import Saver
 from megatron_patch.config import BASE_INDEXERS, TrainSettings
 from megatron_patch.data.sampler import micro_batches_per_step
 from megatron_patch.devices import ranks
@@ -73,6 +74,7 @@ class Run:
     data: RunData
     micro_batches: int
     metrics: MetricsWriter
+    saver: Saver
     identity: Identity
     layout: Layout
     progress: Progress
@@ -286,6 +288,7 @@ def _assemble(
         data=data,
         micro_batches=micro_batches,
         metrics=metrics,
+        saver=Saver(settings.output.keep_last),
         identity=identity,
         layout=layout,
         progress=progress,

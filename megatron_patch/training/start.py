@@ -63,4 +63,4 @@ def restore_training(
     common, state = load_training_state(checkpoint, manifest)
     restore_common(common, scheduler, manifest.layout, layout)
     optimizer.reload_model_params()
-    restore_optimizer(pieces_of(model, optimizer, experts), state)
+    restore_optimizer(pieces_of(model, optimizer, experts), state, checkpoint, stepped=manifest.iteration > manifest.skipped)

@@ -6,6 +6,7 @@ layout. Rates, betas and decay come from the settings and the schedule.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +21,10 @@ from megatron_patch.checkpoint.optimizer_state import MAIN, OptimizerState, entr
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.model.names import trainable
+
+STEP = "step"
+# What optimizers keep of a parameter once they have stepped, by class; without a part of it they would start that anew.
+_KEPT = {"AdamW": {"exp_avg", "exp_avg_sq", "step"}, "SGD": {"momentum_buffer"}, "Muon": {"momentum_buffer"}}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,14 @@ class Piece:
     copied: bool
     written: bool
     optimizer: torch.optim.Optimizer
+    group: dict
+
+    @property
+    def steps_of_group(self) -> bool:
+        """Whether steps are counted for a parameter group, as by MindSpeed's and Transformer Engine's AdamW, and not for each
+        parameter, as by PyTorch's optimizers and what is derived from them."""
+        kinds = [kind for kind in type(self.optimizer).__mro__ if kind is not torch.optim.Optimizer]
+        return not any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def pieces_of(model: nn.Module, optimizer: MegatronOptimizer, experts: range | None) -> list[Piece]:
@@ -51,10 +64,11 @@ def pieces_of(model: nn.Module, optimizer: MegatronOptimizer, experts: range | N
         if getattr(wrapper, "is_stub_optimizer", False) or wrapper.optimizer is None:
             continue
         sharded, here = isinstance(wrapper, DistributedOptimizer), []
+        groups = {id(own): group for group in wrapper.optimizer.param_groups for own in group["params"]}
         for parameter, own, begin, end in _shards(wrapper) if sharded else _wholes(wrapper, model):
             copied = own.dtype != parameter.dtype
             written = sharded or _first_holder(parameter)
-            here.append(Piece(names[id(parameter)], begin, end, own, copied, written, wrapper.optimizer))
+            here.append(Piece(names[id(parameter)], begin, end, own, copied, written, wrapper.optimizer, groups[id(own)]))
         assert len(here) == sum(len(group["params"]) for group in wrapper.optimizer.param_groups)
         found += here
     return found
@@ -93,7 +107,10 @@ def optimizer_tensors(pieces: list[Piece]) -> dict[str, Tensor]:
             continue
         if piece.copied:  # the rounded weights alone would not resume bit for bit
             tensors[entry_name(MAIN, piece.name, piece.begin)] = piece.own.detach().flatten()
-        for key, value in piece.optimizer.state.get(piece.own, {}).items():
+        state = piece.optimizer.state.get(piece.own, {})
+        if state and piece.steps_of_group and STEP in piece.group:  # in PyTorch's form: a run goes on with either kind
+            state = {**state, STEP: torch.tensor(float(piece.group[STEP]))}
+        for key, value in state.items():
             if value is None:  # SGD without momentum
                 continue
             if value.dim() == 0:
@@ -105,19 +122,20 @@ def optimizer_tensors(pieces: list[Piece]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_optimizer(pieces: list[Piece], state: OptimizerState) -> None:
+def restore_optimizer(pieces: list[Piece], state: OptimizerState, checkpoint: Path, stepped: bool) -> None:
     """Give the pieces their state, however it was cut when it was saved. No tensor is shared between parameters.
 
+    Args:
+        checkpoint: whose state it is.
+        stepped: whether the optimizer had made a step; before its first one it keeps nothing.
+
     Raises:
-        UserError: the state of one is missing, or not whole.
+        UserError: the state of one is missing, not whole, or another kind of optimizer's.
     """
     for piece in pieces:
         keys = state.keys(piece.name)
-        if state.parameters and (not keys or piece.copied != (MAIN in keys)):
-            raise UserError(
-                f"an optimizer's state covers what trains: {state.directory} has {', '.join(keys) or 'nothing'} of {piece.name}; "
-                "start from its weights with --pretrained-checkpoint"
-            )
+        if stepped or state.parameters:
+            _check_keys(piece, keys, checkpoint, stepped)
         own: dict[str, Tensor] = {}
         for key in keys:
             value = state.read(key, piece.name, piece.begin, piece.end)
@@ -125,10 +143,28 @@ def restore_optimizer(pieces: list[Piece], state: OptimizerState) -> None:
                 value = value.view_as(piece.own).to(piece.own.device)
             if key == MAIN:
                 piece.own.copy_(value)
+            elif key == STEP and piece.steps_of_group:
+                piece.group[STEP] = int(value)
             else:
                 own[key] = value
         if own:
             piece.optimizer.state[piece.own] = own
+
+
+def _check_keys(piece: Piece, keys: list[str], checkpoint: Path, stepped: bool) -> None:
+    """Refuse a piece whose optimizer would go on with less than it had."""
+    name = type(piece.optimizer).__name__
+    kept = _KEPT.get(name) if stepped else set()
+    if name == "SGD" and not piece.optimizer.defaults["momentum"]:
+        kept = set()
+    found = set(keys) - {MAIN}
+    if piece.copied == (MAIN in keys) and (found == kept if kept is not None else found):
+        return
+    wanted = [*(["its state"] if kept is None else sorted(kept)), *[MAIN] * piece.copied]
+    raise UserError(
+        f"an optimizer's state covers what trains: {checkpoint} has {', '.join(keys) or 'nothing'} of {piece.name}, {name} needs "
+        f"{', '.join(wanted) or 'nothing'}; use another iteration, or start from its weights with --pretrained-checkpoint"
+    )
 
 
 def common_state(scheduler: OptimizerParamScheduler) -> dict:

@@ -27,7 +27,8 @@ class StepResult:
     """What one step did. Losses are means over the tokens of the global batch, in nats.
 
     `indexer_kl` and `index_recall` are means over DSA layers too; the recall is NaN unless the state asked for it.
-    `grad_norm` is before clipping. A skipped step changed no parameter. `flops` are the model's, over all ranks (`planning.flops`),
+    `grad_norm` is before clipping. A skipped step changed no parameter; `losses` are then this rank's, each summed over the tokens
+    of a micro-batch. `flops` are the model's, over all ranks (`planning.flops`),
     without those that the trunk cache saved; `trunk_cached` is the share of the tokens that it served, None without one.
     """
 
@@ -39,6 +40,7 @@ class StepResult:
     seconds: float
     skipped: bool
     flops: int
+    losses: tuple[float, ...] = ()
     trunk_cached: float | None = None
 
 
@@ -106,7 +108,8 @@ class TrainStep:
         self.device.synchronize()
         seconds = time.perf_counter() - start
         cached = None if self.trunk is None else 1 - in_trunk / max(real, 1)
-        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops), cached)
+        of_batches = tuple(map(float, losses)) if skipped else ()
+        return StepResult(lm_loss, kl, recall, grad_norm, int(real), seconds, skipped, int(flops), of_batches, cached)
 
     def _run(self, batches: list[PackedBatch], loss_scale: float) -> list[Tensor]:
         """Forward and backward of all micro-batches; returns each one's summed LM loss."""

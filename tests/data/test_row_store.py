@@ -60,7 +60,9 @@ def test_a_killed_writer_leaves_whole_rows_only(tmp_path):
     """Killed at a random place, many times: what can be read is right."""
     opened(tmp_path / "c")
     done = set()
-    for attempt in range(12):
+    for attempt in range(300):
+        if attempt >= 12 and done:  # a busy machine takes longer to the first write
+            break
         child = os.fork()
         if child == 0:
             store = RowStore(tmp_path / "c", STARTS, WIDTH, "bf16")

@@ -1,15 +1,20 @@
 """What a person sees of the data must be what the model gets."""
 
 import io
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
+from megatron_patch.data.batch import Row, collate
+from megatron_patch.data.batch_file import KeptBatch, write_batches
 from megatron_patch.data.show import ShowSettings, render_tokens, show_samples, token_texts
-from megatron_patch.data.tokenizer import load_tokenizer
+from megatron_patch.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_patch.errors import UserError
 from tests.data.files import chat, pretrain, sft, write_jsonl
 from tests.tiny import make_tiny_tokenizer
@@ -68,6 +73,26 @@ def test_characters_of_several_tokens_and_control_characters(tiny_tokenizer):
     assert len(texts) == len(ids)
     assert "\x1b" not in render_tokens(texts, [0] * len(ids), False)
     assert token_texts(tokenizer, ids[:1]) == ["\ufffd"]
+
+
+def test_micro_batches_that_a_run_kept(tmp_path, tiny_tokenizer):
+    """A document's last label is no token of it; it is shown where it is learned."""
+    tokenizer = load_tokenizer(tiny_tokenizer)
+    ids = torch.tensor(tokenizer("abcd", add_special_tokens=False).input_ids)
+    row = Row(ids[:3], ids[1:], torch.tensor([0.0, 1.0, 1.0]))
+    kept = [KeptBatch(collate([(row, True), (row._replace(loss_mask=torch.zeros(3)), True)]), [6, 7], [2, 5], math.nan)]
+    meta = {"kind": "sft", "iteration": "9", "rank": "1", "tokenizer": str(tiny_tokenizer)}
+    write_batches(tmp_path / "kept", kept, meta | {"tokenizer_sha256": tokenizer_sha256(tokenizer)})
+    assert shown(tmp_path / "kept").splitlines() == [
+        "sft, iteration 9, rank 1: 1 micro-batches; | between tokens; [[...]]: learned", "",
+        "== micro-batch 1: 6 tokens, 2 learned, loss nan; samples 6 to 7 of the run, 2, 5 of the data, from 0",
+        "-- document 1, 3 tokens", "a|b|[[c|d]]", "-- document 2, 3 tokens", "a|b|c",
+    ]  # fmt: skip
+    (tmp_path / "damaged").write_bytes((tmp_path / "kept").read_bytes()[:-9])
+    safetensors.torch.save_file({"a": ids}, tmp_path / "other")
+    for name, message in (("damaged", "must be whole"), ("other", "holds something else")):
+        with pytest.raises(UserError, match=message):
+            shown(tmp_path / name)
 
 
 def test_errors(folder, tmp_path):

@@ -1,11 +1,13 @@
 """Two data-parallel ranks (gloo): the same training as one process with the same global batch."""
 
 import json
+import math
 
 import pytest
 from safetensors.torch import load_file
 
 from megatron_patch.config import PRETRAIN
+from megatron_patch.data.batch_file import read_batches
 from megatron_patch.training.loop import train
 from tests.distributed import RankError, Ranks
 from tests.training.rank_runs import (
@@ -149,6 +151,9 @@ def test_a_non_finite_step_of_one_rank_is_skipped_on_all(runs, two_ranks, make_s
         assert [code for code, _, _ in results] == [3, 3]
         assert results[0][2].count("error: loss or gradients were not finite 2 steps in a row") == 1
         assert results[1][1:] == ("", "")
+        kept = [read_batches(save / f"non_finite/iter_0000004_rank{rank:04d}.safetensors")[0] for rank in (0, 1)]
+        assert [[each.positions for each in of_rank] for of_rank in kept] == [[[12], [14]], [[13], [15]]]
+        assert all(math.isfinite(each.loss) for of_rank in kept for each in of_rank), "the gradient was not, the loss was"
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(runs, two_ranks, make_settings, tmp_path):

@@ -1,5 +1,6 @@
 """Nothing but the steps since the last whole checkpoint is ever lost: kills, torn files, full disks."""
 
+import json
 import os
 import resource
 import shutil
@@ -17,7 +18,7 @@ from megatron_patch.errors import UserError
 from megatron_patch.training.loop import train
 from tests.killable import EVENTS, Job
 from tests.training.rank_runs import FLAGS, FORMS, LAST, no_space, quiet, same_run, train_quietly, train_with
-from tests.training.test_run import rows
+from tests.training.test_run import poison, rows
 
 FILES = ("model.safetensors", "optimizer_rank0000.safetensors", "training.pt", "manifest.json")
 
@@ -45,9 +46,53 @@ def test_a_torn_checkpoint_is_passed_over_with_a_line(saved, capsys, file, damag
         choose_checkpoint(saved, whole_state=True)
 
 
+def test_what_is_no_checkpoint_of_its_number_is_passed_over(saved, capsys):
+    shutil.copytree(saved / LAST, saved / "iter_0000020")
+    (saved / "iter_0000030").write_text("a file")
+    (saved / "latest_checkpointed_iteration.txt").write_text("30")
+    assert choose_checkpoint(saved, whole_state=True)[0].name == LAST
+    assert "iter_0000020 is of iteration 10" in capsys.readouterr().err
+
+
 def test_weights_alone_need_no_optimizer(saved):
     truncate(saved / LAST / "optimizer_rank0000.safetensors")
     assert choose_checkpoint(saved, whole_state=False)[0].name == LAST
+
+
+LOST_STATES = {
+    "empty file": lambda name: False,
+    "no file": None,
+    "AdamW's steps": lambda name: not name.startswith("step/"),
+    "one parameter": lambda name: "wk.weight" not in name,
+}
+
+
+@pytest.mark.parametrize("lost", LOST_STATES)
+def test_an_optimizer_that_has_stepped_is_not_begun_anew(saved, device, make_settings, text_prefix, lost):
+    """The files are as the manifest says, and hold less than the optimizer had: a tool's work, or an older fault's."""
+    checkpoint, kept = saved / LAST, LOST_STATES[lost]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    file = checkpoint / "optimizer_rank0000.safetensors"
+    if kept is None:
+        file.unlink()
+        del manifest["files"][file.name]
+    else:
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items() if kept(name)}
+        manifest["files"][file.name] = saving.write_safetensors(file, tensors)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    settings = make_settings(saved, text_prefix, **FLAGS, load=saved)
+    with pytest.raises(UserError, match=rf"an optimizer's state covers what trains: {checkpoint} has .*, AdamW needs exp_avg, "):
+        train(settings, PRETRAIN, device)
+
+
+def test_an_optimizer_that_never_stepped_has_no_state(device, make_settings, text_prefix, tmp_path, monkeypatch):
+    save = tmp_path / "save"
+    with monkeypatch.context() as patch:
+        poison(patch, {1, 2})
+        assert train(make_settings(save, text_prefix, train_iters=2), PRETRAIN, device) == 0
+    assert not list(save.rglob("optimizer*"))
+    assert train(make_settings(save, text_prefix, train_iters=3, load=save), PRETRAIN, device) == 0
+    assert list(save.rglob("optimizer*"))
 
 
 def test_what_the_pointer_says(saved):
@@ -70,11 +115,13 @@ def test_a_run_goes_on_from_the_one_before(runs, device, make_settings, saved, t
     assert [path.name for path in sorted(saved.glob("iter_*"))] == ["iter_0000009", LAST, "iter_0000020"]
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_killed_while_it_saves(runs, make_settings, text_prefix, tmp_path, capsys, event):
+@pytest.mark.parametrize(
+    ("event", "background"), [*((event, False) for event in EVENTS), ("weights written", True), ("old one half removed", True)]
+)
+def test_killed_while_it_saves(runs, make_settings, text_prefix, tmp_path, capsys, event, background):
     """-9 at each step of publishing the second checkpoint; the run goes on, and nothing is left of the half one."""
     save, log = tmp_path / "save", tmp_path / "log"
-    flags = FLAGS | {"save_interval": 4, "keep_last": 1, "eval_interval": 5}
+    flags = FLAGS | {"save_interval": 4, "keep_last": 1, "eval_interval": 5, "async_save": background}
     with Job(make_settings(save, text_prefix, **flags), PRETRAIN, 1, log, kill_at=event) as job:
         assert job.wait(120) == [-9], log.read_text()
     survivor = 8 if event in ("published", "old one half removed") else 4
@@ -108,16 +155,18 @@ def test_a_rank_that_hangs_ends_the_others_in_time(make_settings, text_prefix, t
 
 def test_a_full_disk_is_one_line(device, make_settings, saved, text_prefix, monkeypatch, capsys):
     """While the weights, or torch's own file, are written; the checkpoint before stays, and is gone on from."""
-    settings = make_settings(saved, text_prefix, **FLAGS | {"train_iters": 12, "save_interval": 1, "load": saved})
+    flags = FLAGS | {"train_iters": 12, "save_interval": 1, "load": saved}
+    settings, in_background = (make_settings(saved, text_prefix, **flags, async_save=background) for background in (False, True))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (saved / LAST / "optimizer_rank0000.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, hard))  # the system refuses the file's last kilobyte
     try:
         assert errors.run(lambda: train(settings, PRETRAIN, device)) == 2
+        assert errors.run(lambda: train(in_background, PRETRAIN, device)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert said == ["error: the output needs space that can be written: File too large; free some, or give another path"]
+    assert said == ["error: the output needs space that can be written: File too large; free some, or give another path"] * 2
     for place in ("write_safetensors", "torch.save"):
         with monkeypatch.context() as patch:
             patch.setattr(saving, place, no_space) if "." not in place else patch.setattr(saving.torch, "save", no_space)
@@ -127,11 +176,13 @@ def test_a_full_disk_is_one_line(device, make_settings, saved, text_prefix, monk
     assert train(settings, PRETRAIN, device) == 0
 
 
-def test_a_full_disk_of_one_rank_is_said_once(two_ranks, make_settings, text_prefix, tmp_path):
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "async"])
+def test_a_full_disk_of_one_rank_is_said_once(two_ranks, make_settings, text_prefix, tmp_path, background):
     flags = FLAGS | FORMS["distributed optimizer"][1] | {"eval_interval": 0, "save_interval": 2, "train_iters": 4}
+    flags |= {"async_save": background}
     save = tmp_path / "save"
     quiet(two_ranks.run(train_quietly, make_settings(save, text_prefix, **flags), PRETRAIN))
-    settings = make_settings(save, text_prefix, **flags | {"train_iters": 6}, load=save)
+    settings = make_settings(save, text_prefix, **flags | {"train_iters": 8}, load=save)  # the last save waits in either form
     results = two_ranks.run(train_with, "disk full", 1, settings, PRETRAIN)
     assert [code for code, _, _ in results] == [2, 2], results
     assert results[0][2].count("error: the output needs space") == 1 and results[1][1:] == ("", "")

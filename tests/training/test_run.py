@@ -4,18 +4,23 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from megatron.core import optimizer as mcore_optimizer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_patch import errors
 from megatron_patch.checkpoint.export import export
 from megatron_patch.config import PRETRAIN, SFT
+from megatron_patch.data.batch_file import read_batches
+from megatron_patch.data.sft_dataset import SftDataset
+from megatron_patch.data.show import ShowSettings, show_samples
 from megatron_patch.errors import NonFiniteError, UserError
 from megatron_patch.model.architecture import DsaSettings, read_architecture
 from megatron_patch.ops.backends import BACKENDS, choose_backend
@@ -99,6 +104,49 @@ def stop_after(settings, iterations, kind, device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup.TrainStep, "__call__", step)
         assert train(settings, kind, device) == 0
+
+
+class GroupAdamW(torch.optim.Optimizer):
+    """AdamW as MindSpeed's and Transformer Engine's: it counts the steps of a parameter group."""
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (b1, b2), count = group["betas"], group["step"]
+            for own in group["params"]:
+                state = self.state[own]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+                first, second = state["exp_avg"].lerp_(own.grad, 1 - b1), state["exp_avg_sq"]
+                second.mul_(b2).addcmul_(own.grad, own.grad, value=1 - b2)
+                own.mul_(1 - group["lr"] * group["weight_decay"])
+                size = (second / (1 - b2**count)).sqrt_().add_(group["eps"])
+                own.addcdiv_(first, size, value=-group["lr"] / (1 - b1**count))
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True, "use_distributed_optimizer": True}], ids=["fp32", "bf16, distributed optimizer"])
+def test_steps_that_a_group_counts_are_resumed(device, make_settings, text_prefix, tmp_path, monkeypatch, flags):
+    """Else the moments' bias were corrected as at the first step, without a word; and a run goes on under PyTorch's AdamW."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    with monkeypatch.context() as patch:
+        patch.setattr(mcore_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        for module in (mcore_optimizer, mcore_optimizer.distrib_optimizer):
+            patch.setattr(module, "Adam", GroupAdamW)
+        train(make_settings(whole, text_prefix, **flags, save_interval=4), PRETRAIN, device)
+        stop_after(make_settings(halves, text_prefix, **flags), 4, PRETRAIN, device)
+        shutil.copytree(halves, tmp_path / "other")
+        train(make_settings(halves, text_prefix, **flags, load=halves), PRETRAIN, device)
+    name = "iter_0000006/model.safetensors"
+    a, b = load_file(whole / name), load_file(halves / name)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    train(make_settings(tmp_path / "other", text_prefix, **flags, load=tmp_path / "other"), PRETRAIN, device)
+    names = ("lm_loss", "grad_norm")
+    curves = [[[row[n] for n in names] for row in rows(d, "train")] for d in (whole, tmp_path / "other")]
+    torch.testing.assert_close(torch.tensor(curves[1]), torch.tensor(curves[0]), rtol=1e-4, atol=0)
 
 
 def test_a_signal_while_the_base_loads_is_not_lost(device, make_settings, text_prefix, tmp_path, monkeypatch):
@@ -283,12 +331,29 @@ def test_non_finite_steps_are_skipped_and_counted(device, make_settings, text_pr
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [PRETRAIN, SFT])
+def test_non_finite_in_a_row_ends_with_code_3(device, make_settings, text_prefix, sft_folder, tmp_path, monkeypatch, capsys, kind):
+    """What the last step saw is kept, and can be looked at."""
     poison(monkeypatch, {3, 4})
-    settings = make_settings(tmp_path / "run", text_prefix, max_non_finite_steps=2)
-    assert errors.run(lambda: train(settings, PRETRAIN, device)) == 3
-    assert "not finite 2 steps in a row" in capsys.readouterr().err
+    data = sft_folder if kind == SFT else text_prefix
+    settings = make_settings(tmp_path / "run", data, max_non_finite_steps=2, seq_length=128)
+    assert errors.run(lambda: train(settings, kind, device)) == 3
+    said = capsys.readouterr().err
+    assert "not finite 2 steps in a row" in said and f"{tmp_path}/run/non_finite/iter_0000004_rank*.safetensors" in said
     assert not list((tmp_path / "run").glob("iter_*"))
+    [file] = (tmp_path / "run/non_finite").iterdir()
+    kept, _ = read_batches(file)
+    assert [each.positions for each in kept] == [[12, 13], [14, 15]]
+    assert [math.isfinite(each.loss) for each in kept] == [False, True] and kept[0].batch.loss_mask[0] == float("inf")
+    show_samples(ShowSettings(str(file), n=1))
+    shown = capsys.readouterr().out
+    assert f"{kind}, iteration 4, rank 0: 2 micro-batches" in shown and "1 entries of the loss mask are not finite" in shown
+    assert "micro-batch 1:" in shown and "micro-batch 2:" not in shown and "loss inf; samples 12 to 13" in shown
+    if kind == SFT:  # the numbers are those of the folder, of which a part trains
+        samples, bounds = SftDataset(sft_folder, seq_length=128), kept[1].batch.cu_seqlens.tolist()
+        for row, begin, end in zip(kept[1].rows, bounds, bounds[1:], strict=False):
+            ids, _ = samples.sample(row)
+            assert kept[1].batch.tokens[begin:end].tolist() == ids[:-1].tolist()
     with pytest.raises(NonFiniteError):
         raise NonFiniteError  # the exception stays apart from UserError, whose code is 2
     assert not issubclass(NonFiniteError, UserError)
