@@ -90,7 +90,7 @@ def prepare(side: str, **case: int) -> Callable[[], None]:
 def ours(inputs: list[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
     from megatron_patch.ops.backends import choose_backend
 
-    attention, ends = choose_backend("auto", "cpu").attention, torch.tensor([0, sizes.tokens], dtype=torch.int32)
+    attention, ends = choose_backend("sparse", "cpu").attention, torch.tensor([0, sizes.tokens], dtype=torch.int32)
 
     def forward() -> list[Tensor]:
         result = attention(*inputs, ends, topk=sizes.topk, softmax_scale=sizes.dim**-0.5, recall=False)

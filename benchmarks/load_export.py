@@ -12,6 +12,7 @@ own bytes.
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ from pathlib import Path
 import sides
 import torch
 import tyro
-from random_model import CONFIG
+from random_model import CONFIG, architecture
 
 GOAL_SPEED, GOAL_MEMORY_MB, GOAL_TENSORS = 0.8, 500.0, 2.0
 SHARD_BYTES, DSA_LAYERS = 500_000_000, 1
 SIZES = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "moe_intermediate_size": 704, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "n_routed_experts": 64, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
+    "n_routed_experts": 64, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
     "v_head_dim": 64, "torch_dtype": "bfloat16",
 }  # fmt: skip
 LAYER_BYTES = 290e6  # of one MoE layer, about
@@ -48,7 +49,7 @@ def build(folder: Path, gigabytes: float) -> tuple[Path, Path]:
     from megatron_patch.checkpoint.manifest import LATEST_FILE, WEIGHTS_FILE, BaseReference, TrainingManifest
     from megatron_patch.io.hashes import directory_identity
     from megatron_patch.io.write_safetensors import write_safetensors
-    from megatron_patch.model.architecture import DsaSettings, architecture_from_config
+    from megatron_patch.model.architecture import DsaSettings
     from megatron_patch.model.layer_pattern import appended_pattern
 
     base, iteration = folder / "base", folder / "save" / "iter_0000010"
@@ -57,7 +58,7 @@ def build(folder: Path, gigabytes: float) -> tuple[Path, Path]:
     config = CONFIG | SIZES | {"num_hidden_layers": max(2, round(gigabytes * 1e9 / LAYER_BYTES))}
     (base / "config.json").write_text(json.dumps(config))
     (base / "tokenizer.json").write_text("{}")
-    arch, dsa = architecture_from_config(config), DsaSettings(256, 8, 64)
+    arch, dsa = architecture(config), DsaSettings(256, 8, 64)
     pattern = appended_pattern(arch.num_layers, DSA_LAYERS)
     mapping = hybrid_mapping(arch, pattern)
     shapes, trained = mapping.shapes(sizes(arch, dsa)), dsa_names(mapping, arch)
@@ -153,7 +154,7 @@ print("LOADED", above, size, max(p.nbytes for p in model.parameters()), seconds)
 
 def measure_load(base: Path) -> list[dict]:
     sides.forget(base)
-    _, _, printed = sides.timed([sides.sys.executable, "-c", LOAD.format(base=str(base))])
+    _, _, printed = sides.timed([sys.executable, "-c", LOAD.format(base=str(base))])
     above, size, largest, seconds = map(float, printed.split("LOADED")[1].split()[:4])
     print(f"load: {size / 1e9:.2f} GB in {seconds:.2f} s; {above / 1e6:.0f} MB above the model, its largest tensor has {largest / 1e6:.0f} MB")
     name = f"load_export/load_memory/gigabytes={size / 1e9:.1f}"

@@ -19,7 +19,7 @@ CONFIG = {
     "num_experts_per_tok": 6,
     "max_position_embeddings": 163840,
 }
-# Six layers that are small enough for two cores; 27 small ones; V2-Lite's own widths, of which one layer of two is dense.
+# Six layers that are small enough for two cores, and V2-Lite itself.
 SMALL = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 256, "num_hidden_layers": 6,
     "num_attention_heads": 8, "n_routed_experts": 64, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
@@ -32,19 +32,26 @@ V2_LITE = {
 }  # fmt: skip
 
 
+def architecture(sizes: dict):
+    """What a base of these sizes is."""
+    from megatron_patch.model.architecture import architecture_from_config
+
+    return architecture_from_config(CONFIG | sizes)
+
+
 def build(sizes: dict, dsa_layers: int, dsa: dict, *, train_all: bool = False, dtype: torch.dtype = torch.float32, backend: str = "auto"):
     """(architecture, pattern, DSA sizes, model, DSA state, device): every weight drawn, the base frozen unless `train_all`."""
     from megatron_patch.devices.device import activate, initialize_distributed
 
     device = activate()
     initialize_distributed(device, seed=0)
-    from megatron_patch.model.architecture import DsaSettings, architecture_from_config
+    from megatron_patch.model.architecture import DsaSettings
     from megatron_patch.model.builder import BuildSettings, build_model
     from megatron_patch.model.freeze import freeze_base
     from megatron_patch.model.layer_pattern import appended_pattern
     from megatron_patch.ops.backends import choose_backend
 
-    arch = architecture_from_config(CONFIG | sizes | {"num_key_value_heads": sizes["num_attention_heads"]})
+    arch = architecture(sizes)
     pattern, settings = appended_pattern(arch.num_layers, dsa_layers), DsaSettings(**dsa)
     chosen = choose_backend(backend, device.torch_device.type)
     model, state = build_model(arch, pattern, settings, BuildSettings(dtype=dtype), chosen)

@@ -79,13 +79,12 @@ def bounds(arguments: Arguments) -> tuple[dict[str, float], str]:
     case = {"tokens": arguments.tokens, "dsa_layers": arguments.dsa_layers, "backend": arguments.backend}
     product = RATE_CALLS * 2 * RATE_SIZE**3 / sides.measure(__file__, "product", case, 5).best
     stream = 8 * STREAM / sides.measure(__file__, "stream", case, 5).best
-    from megatron_patch.model.architecture import DsaSettings, architecture_from_config
+    from megatron_patch.model.architecture import DsaSettings
     from megatron_patch.model.layer_pattern import appended_pattern
     from megatron_patch.planning.flops import FlopsCounter
     from megatron_patch.planning.parameters import count, parts
 
-    config = random_model.CONFIG | random_model.SMALL
-    arch = architecture_from_config(config)
+    arch = random_model.architecture(random_model.SMALL)
     pattern, dsa = appended_pattern(arch.num_layers, arguments.dsa_layers), DsaSettings(**DSA)
     flops = FlopsCounter(arch, pattern, dsa)([arguments.tokens], dense=False)
     total = count(parts(arch, pattern, dsa))[1]

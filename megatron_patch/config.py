@@ -294,6 +294,10 @@ class TrainSettings:
             _require(not self.precision.recompute_dsa, "--recompute-dsa needs DSA layers", "--train base-indexers", "leave it out")
             cache, rule = self.output.trunk_cache, "--trunk-cache keeps what lies below DSA layers, --train base-indexers has none"
             _require(cache is None, rule, cache, "leave it out")
+        first, _ = self.output.profile_range() or (0, 0)
+        _require(
+            first <= iters, "--profile-steps must begin within --train-iters", f"{first} > {iters}", "lower it"
+        )
         warmup = self.optim.indexer_warmup_iters
         _require(
             warmup <= iters, "--indexer-warmup-iters must not exceed --train-iters", f"{warmup} > {iters}", "lower it"

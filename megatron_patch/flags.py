@@ -154,5 +154,11 @@ def _first_statement(box: str) -> str:
         indent = re.match(r"\s*", lines[1])[0]  # the flags'; their help stands further in
         names = [match[1] for line in lines if (match := re.match(indent + r"(--[\w-]+|[A-Z][A-Z_]*)\b", line))]
         return f"required and missing: {', '.join(names)}"
-    statement = " ".join(" ".join(lines).split())
+    statement = re.sub(r"Expected one of \((.*?)\)", _choices, " ".join(" ".join(lines).split()))
     return statement.removeprefix("Error parsing ").rstrip(".") or " ".join(box.split())
+
+
+def _choices(found: re.Match) -> str:
+    """tyro's choices, which it takes from a set, in one order; an optional flag is left out, not set to None."""
+    given = set(found[1].split(", ")) - {"'None'"}
+    return f"Expected one of {', '.join(sorted(given))}"

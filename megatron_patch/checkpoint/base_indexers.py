@@ -15,6 +15,7 @@ from megatron_patch.checkpoint.manifest import (
 )
 from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
+from megatron_patch.io.finite import all_finite
 from megatron_patch.io.safetensors_dir import SafetensorsFile
 from megatron_patch.model.architecture import Architecture, DsaSettings
 
@@ -44,7 +45,7 @@ class BaseIndexers:
             if not name.startswith(f"decoder.layers.{layer}."):
                 continue
             tensor = self.file.load(name)
-            if not tensor.isfinite().all():
+            if not all_finite(tensor):
                 raise UserError(
                     f"trained weights must be finite: {name} in {self.file.path} is not; train the base's indexers again"
                 )

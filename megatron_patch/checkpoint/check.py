@@ -26,6 +26,7 @@ from megatron_patch.checkpoint.layouts import (
 from megatron_patch.checkpoint.load_base import IGNORED_HF_NAMES
 from megatron_patch.claims import Failed, Skipped, all_hold, examine, print_table, say_failures
 from megatron_patch.errors import EXIT_OK, EXIT_USER
+from megatron_patch.io.finite import all_finite
 from megatron_patch.io.hashes import file_sha256
 from megatron_patch.io.publish import atomic_write_json
 from megatron_patch.io.safetensors_dir import SafetensorsDir
@@ -183,7 +184,7 @@ def _dsa_tensors(export: Path, base: Path) -> str:
         if tensors.shape(name) != shape:
             raise Failed(f"{name} has shape {tensors.shape(name)}, must be {shape}")
         tensor = tensors.load(name)
-        if not tensor.isfinite().all():
+        if not all_finite(tensor):
             raise Failed(f"{name} holds {int((~tensor.isfinite()).sum())} values that are not finite")
         count += tensor.numel()
     layers = len(claimed.pattern) if claimed.layout == NATIVE else len(claimed.pattern) - claimed.arch.num_layers

@@ -33,9 +33,10 @@ from megatron_patch.checkpoint.manifest import (
 from megatron_patch.checkpoint.native_view import NativeView
 from megatron_patch.config import BASE_INDEXERS
 from megatron_patch.errors import UserError
+from megatron_patch.io.finite import all_finite
 from megatron_patch.io.hashes import file_sha256, identity_of
 from megatron_patch.io.publish import atomic_directory, atomic_write_json, require_empty
-from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile, all_finite
+from megatron_patch.io.safetensors_dir import INDEX_FILE, SafetensorsDir, SafetensorsFile
 from megatron_patch.io.write_safetensors import write_stream
 from megatron_patch.model.architecture import Architecture, read_architecture, read_config
 

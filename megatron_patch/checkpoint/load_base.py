@@ -19,7 +19,8 @@ from megatron_patch.checkpoint.hf_mapping import (
     require_same_names,
 )
 from megatron_patch.errors import UserError
-from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile, all_finite
+from megatron_patch.io.finite import all_finite
+from megatron_patch.io.safetensors_dir import SafetensorsDir, SafetensorsFile
 from megatron_patch.model.architecture import Architecture
 from megatron_patch.model.names import expert_number, global_parameters
 

@@ -152,16 +152,9 @@ def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarr
     """
     ours = {**key, "rows": len(starts) - 1, "tokens": int(starts[-1]), "width": width}
     sizes = {VALUES: int(starts[-1]) * width * DTYPES[str(key["dtype"])].itemsize, ROWS: (len(starts) - 1) * _RECORD.size}
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"--trunk-cache must be a directory: {directory} is a file; give another path")
+    check_place(directory)
     with only_writer(directory, "--trunk-cache", wait=True):  # two runs may start at once
         if not (directory / MANIFEST).exists():
-            others = sorted(item.name for item in directory.iterdir() if item.name not in sizes)
-            if others:
-                raise UserError(
-                    f"--trunk-cache must be a trunk cache, or new or empty: {directory} has {others[0]} and no {MANIFEST}; "
-                    "give another path"
-                )
             for name, size in sizes.items():
                 with open(directory / name, "wb") as file:
                     file.truncate(size)
@@ -169,6 +162,26 @@ def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarr
             return True
     _check(directory, ours, sizes, remedies)
     return False
+
+
+def check_place(directory: Path) -> None:
+    """See that a store is there, or can be made.
+
+    Raises:
+        UserError: the path is none of a directory, or the directory holds something else.
+    """
+    if directory.is_symlink() and not directory.exists():
+        raise UserError(f"--trunk-cache must be a directory: {directory} is a link that leads nowhere; give another path")
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"--trunk-cache must be a directory: {directory} is a file; give another path")
+    if not directory.exists() or (directory / MANIFEST).exists():
+        return
+    # Values and records without a manifest are those of a store whose making was interrupted.
+    others = sorted(item.name for item in directory.iterdir() if item.name not in (VALUES, ROWS))
+    if others:
+        raise UserError(
+            f"--trunk-cache must be a trunk cache, or new or empty: {directory} has {others[0]} and no {MANIFEST}; give another path"
+        )
 
 
 def remove(directory: Path) -> None:

@@ -46,29 +46,26 @@ class SafetensorsFile:
             raise UserError(f"a safetensors file must exist: {self.path} does not; download or copy it again")
         try:
             self._handle = safe_open(self.path, framework="pt")
-            self._raw = RawFile(self.path)
-            self.names: tuple[str, ...] = tuple(self._handle.offset_keys())  # in the file's order: sequential reads
         except SafetensorError as error:
             raise UserError(
                 f"a safetensors file must be whole: {self.path} ({self.path.stat().st_size} bytes): {error}; "
                 "it is truncated or damaged, download or copy it again"
             ) from None
+        self._raw = RawFile(self.path)
+        self.names: tuple[str, ...] = tuple(self._raw.tensors)  # in the file's order: sequential reads
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle.get_slice(name).get_shape())
+        return self._raw.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        code = self._handle.get_slice(name).get_dtype()
+        code = self._raw.tensors[name].dtype
         if code not in DTYPES:
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}: {name} in {self.path} has {code}; convert it")
         return DTYPES[code]
 
     def nbytes(self, name: str) -> int:
         """Size of the tensor's data in bytes."""
-        count = 1
-        for size in self.shape(name):
-            count *= size
-        return count * self.dtype(name).itemsize
+        return self._raw.tensors[name].nbytes
 
     def load(self, name: str) -> Tensor:
         """The tensor on the CPU, in the dtype of the file.
@@ -195,11 +192,6 @@ def _read_into(file: io.FileIO, memory: memoryview) -> None:
         if not count:
             raise OSError(f"{file.name} ended while it was read")
         memory = memory[count:]
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether a floating tensor holds neither NaN nor infinity: its extremes show both, forty times as fast as isfinite."""
-    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _is_plain_name(file: str) -> bool:

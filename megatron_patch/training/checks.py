@@ -10,6 +10,7 @@ from megatron_patch.checkpoint.from_export import is_export
 from megatron_patch.checkpoint.manifest import saved_iterations
 from megatron_patch.checkpoint.resume import resumable_iterations
 from megatron_patch.config import BASE_INDEXERS, PRETRAIN, SFT, StartSettings, TrainSettings
+from megatron_patch.data.row_store import check_place
 from megatron_patch.devices import ranks
 from megatron_patch.errors import UserError
 from megatron_patch.io.publish import atomic_write_text
@@ -75,6 +76,8 @@ def check_output(settings: TrainSettings, kind: str, again: bool = False) -> Non
         raise UserError(f"--save must be a directory: {save} is a file; give another path")
     if load is not None:
         _check_same_run(settings, kind)
+    if settings.output.trunk_cache is not None:
+        check_place(settings.output.trunk_cache)
     if settings.resumes_in_place or again:
         return
     if save.is_dir() and any(item.name != MARKER for item in save.iterdir()):

@@ -76,31 +76,31 @@ def build_data(settings: TrainSettings, kind: str, vocab_size: int, consumed_sam
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
     heldout: list[PackedBatch] = []
-    with removed_on_error(cache):
-        train, valid = _datasets(settings, kind, tokenizer, vocab_size, cache)
-        with ranks.agreement():
-            order = MicroBatches(
-                len(train), **sizes, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
-            )
-            first = list(load_batches(train, islice(order, DESCRIBED), cut_after=cut_after))
-            if evaluates:
-                if valid is None:
-                    raise UserError(
-                        f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
-                    )
-                numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
-                heldout = list(load_batches(valid, numbers, cut_after=cut_after))
-            rows = None
-            if settings.output.trunk_cache is not None:
-                rows = training_rows(settings, kind, train, order, tokenizer_sha256(tokenizer))
+    sha256 = tokenizer_sha256(tokenizer)
+    train, valid = _datasets(settings, kind, tokenizer, sha256, vocab_size, cache)
+    with ranks.agreement():
+        order = MicroBatches(
+            len(train), **sizes, seed=steps.seed, consumed_samples=consumed_samples, shuffle=kind == SFT
+        )
+        first = list(load_batches(train, islice(order, DESCRIBED), cut_after=cut_after))
+        if evaluates:
+            if valid is None:
+                raise UserError(
+                    f"evaluation needs held-out data: --split {data.split} leaves none; give a share or --eval-interval 0"
+                )
+            numbers = evaluation_micro_batches(len(valid), eval_iters=steps.eval_iters, **sizes)
+            heldout = list(load_batches(valid, numbers, cut_after=cut_after))
+        rows = None
+        if settings.output.trunk_cache is not None:
+            rows = training_rows(settings, kind, train, order, sha256)
     if ranks.is_main():
         print(describe_packing(kind, train, first), flush=True)
     batches = load_batches(train, order, num_workers=data.num_workers, cut_after=cut_after)
-    return RunData(batches, heldout, order, getattr(train, "indices", None), tokenizer_sha256(tokenizer), rows)
+    return RunData(batches, heldout, order, getattr(train, "indices", None), sha256, rows)
 
 
 def _datasets(
-    settings: TrainSettings, kind: str, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, cache: Path
+    settings: TrainSettings, kind: str, tokenizer: "PreTrainedTokenizerBase", sha256: str, vocab_size: int, cache: Path
 ) -> tuple[Dataset, Dataset | None]:
     """(training rows, held-out rows or None)."""
     steps, data = settings.steps, settings.data
@@ -108,7 +108,7 @@ def _datasets(
         split=data.split,
         seq_length=data.seq_length,
         vocab_size=vocab_size,
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        tokenizer_sha256=sha256,
     )
     if kind == SFT:
         with ranks.agreement():

@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron_patch.config import MUON, OptimizerSettings
+from megatron_patch.io.finite import all_finite
 
 _INDEXER = ParamKey(name="*.indexer.*")
 _VECTOR = ParamKey(
@@ -139,9 +140,8 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 def gradients_are_finite(model: DistributedDataParallel) -> bool:
     """Whether every reduced gradient of every rank is finite; asked before the step, which would spread a NaN."""
     buffers = [*model.buffers, *model.expert_parallel_buffers]
-    # Both ends of the range are NaN where one entry is, and infinite where one is: one pass, where isfinite makes five.
-    ends = [torch.stack(torch.aminmax(buffer.grad_data)) for buffer in buffers]
-    bad = sum((~torch.isfinite(pair)).any().float() for pair in ends)
-    bad = torch.as_tensor(bad, dtype=torch.float32, device=buffers[0].grad_data.device).reshape(1)
+    bad = torch.tensor(
+        [not all(all_finite(buffer.grad_data) for buffer in buffers)], dtype=torch.float32, device=buffers[0].grad_data.device
+    )
     dist.all_reduce(bad)
     return bad.item() == 0

@@ -137,6 +137,8 @@ class StepProfile:
         """A run that stops before the last of the steps reports those that it took."""
         if self._trace is not None and failure is None and self._taken:
             self._finish()
+        elif self._trace is not None:
+            self._trace.stop()
         self._hooks.close()
 
     def _finish(self) -> None:

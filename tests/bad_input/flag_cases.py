@@ -21,6 +21,7 @@ TRAINING: dict[str, tuple[list[str], str]] = {
     "an index head below RoPE": (["--index-head-dim", "4"], "--index-head-dim must hold the base's 8 RoPE dimensions: 4"),
     "a boolean with a value": (["--bf16", "true"], "every value follows its flag: unexpected 'true'; booleans are"),
     "a flag without its value": (["--lr"], "Missing value for argument '--lr'"),
+    "an optional choice": (["--epoch-rows", "4"], "argument '--epoch-rows'. Expected one of 'fresh', 'same';"),
     "an unknown choice": (["--optimizer", "lion"], "invalid choice 'lion' for argument '--optimizer'"),
     "two starts": (["--load", "x", "--pretrained-checkpoint", "y"], "--load and --pretrained-checkpoint exclude each other"),
     "a pattern of another attention": (["--layer-pattern", "mla*3,gqa"], "'gqa' in 'mla.3,gqa'; write e.g."),

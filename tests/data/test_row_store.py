@@ -137,6 +137,7 @@ DAMAGES = {
     "gone": (lambda c: (c / "rows.bin").unlink(), "rows.bin has 0 bytes"),
     "no json": (lambda c: (c / "manifest.json").write_text("{"), "has a readable manifest.json"),
     "schema": (lambda c: (c / "manifest.json").write_text('{"schema": 2, "key": {}}'), "has schema 1: .* has 2"),
+    "a link": (lambda c: (shutil.rmtree(c), c.symlink_to(c.parent / "gone")), "is a link that leads nowhere"),
     "a file": (lambda c: (shutil.rmtree(c), c.write_text("")), "--trunk-cache must be a directory"),
 }
 
