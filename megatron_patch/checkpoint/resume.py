@@ -122,7 +122,7 @@ def load_weights(
 
 
 def load_training_state(checkpoint: Path, manifest: TrainingManifest) -> tuple[dict, OptimizerState]:
-    """(what `save_checkpoint` was given as `training_state`, the optimizer's state of all ranks).
+    """(what `take_snapshot` was given as `training_state`, the optimizer's state of all ranks).
 
     Only tensors, numbers and containers are unpickled.
     """

@@ -219,14 +219,6 @@ class _Abandoned(Exception):
     """Makes `atomic_directory` remove what it has."""
 
 
-def save_checkpoint(save: Path, *state, keep_last: int, **more) -> Path:
-    """Write and publish a checkpoint (arguments: `take_snapshot`'s); returns its directory. All ranks call it."""
-    writing = Writing(take_snapshot(save, *state, **more), keep_last)
-    writing.write()
-    writing.publish()
-    return writing.snapshot.target
-
-
 def gather_weights(model: torch.nn.Module, experts: range | None, *, copy: bool = False) -> dict[str, Tensor]:
     """On rank 0 everything that trains, by global name; the experts of other ranks are fetched, and lie on the CPU.
 

@@ -10,7 +10,8 @@ import torch
 
 from megatron_patch.checkpoint.export import export
 from megatron_patch.checkpoint.from_export import load_export_weights
-from megatron_patch.checkpoint.save import Identity, Progress, save_checkpoint
+from megatron_patch.checkpoint.save import Identity, Progress, take_snapshot
+from megatron_patch.checkpoint.saver import Saver
 from megatron_patch.evaluation.ablations import bypassed, dsa_layers, scrambled
 from megatron_patch.evaluation.loading import inspect_directory, load_model
 from megatron_patch.io.hashes import directory_identity
@@ -35,7 +36,7 @@ def journey(device, base, tmp_path_factory):
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     identity = Identity("sft", str(base), directory_identity(base), pattern, TINY_DSA, 64, "f" * 64)
-    save_checkpoint(path / "save", model, {}, identity, Progress(iteration=30), keep_last=0)
+    Saver(keep_last=0).save(take_snapshot(path / "save", model, {}, identity, Progress(iteration=30)), background=False)
     for layout in LAYOUTS:
         export(path / "save", base, path / layout, layout=layout, progress=False)
     return path, identity
@@ -47,7 +48,7 @@ def test_export_loaded_and_exported_again_is_bit_equal(journey, base, tmp_path, 
     first, identity = journey
     model, _, _ = tiny_model(base, init="random")
     load_export_weights(first / start, model, identity, read_architecture(base))
-    save_checkpoint(tmp_path / "save", model, {}, identity, Progress(iteration=30), keep_last=0)
+    Saver(keep_last=0).save(take_snapshot(tmp_path / "save", model, {}, identity, Progress(iteration=30)), background=False)
     for layout in LAYOUTS:
         export(tmp_path / "save", base, tmp_path / layout, layout=layout, progress=False)
         files = sorted(item.name for item in (first / layout).iterdir())

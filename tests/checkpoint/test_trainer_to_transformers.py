@@ -12,7 +12,8 @@ from megatron_patch.checkpoint.hf_mapping import dsa_names, hybrid_mapping
 from megatron_patch.checkpoint.load_base import load_base, load_trained_from_export
 from megatron_patch.checkpoint.manifest import iteration_directory, read_manifest, verify_files
 from megatron_patch.checkpoint.resume import choose_checkpoint, load_weights
-from megatron_patch.checkpoint.save import Identity, Progress, save_checkpoint
+from megatron_patch.checkpoint.save import Identity, Progress, take_snapshot
+from megatron_patch.checkpoint.saver import Saver
 from megatron_patch.io.hashes import directory_identity
 from megatron_patch.model.architecture import read_architecture
 from megatron_patch.model.builder import forward_pack
@@ -34,7 +35,7 @@ def journey(device, base, tmp_path_factory):
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     identity = Identity("sft", str(base), directory_identity(base), pattern, TINY_DSA, 64, "f" * 64)
-    save_checkpoint(path / "save", model, {}, identity, Progress(iteration=30, consumed_samples=240), keep_last=0)
+    Saver(keep_last=0).save(take_snapshot(path / "save", model, {}, identity, Progress(iteration=30, consumed_samples=240)), background=False)
     export(path / "save", base, path / "export", progress=False)
     return model, path / "save", path / "export", identity
 

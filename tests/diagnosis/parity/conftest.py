@@ -30,7 +30,8 @@ class Journey:
 def make_journey(path: Path, dtype: str) -> Journey:
     """Write it all; the DSA layers are the last base layer plus noise, so that every part of them matters."""
     from megatron_patch.checkpoint.export import export
-    from megatron_patch.checkpoint.save import Identity, Progress, save_checkpoint
+    from megatron_patch.checkpoint.save import Identity, Progress, take_snapshot
+    from megatron_patch.checkpoint.saver import Saver
     from megatron_patch.io.hashes import directory_identity
     from tests.model.build import TINY_DSA, tiny_model
 
@@ -43,7 +44,7 @@ def make_journey(path: Path, dtype: str) -> Journey:
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     identity = Identity("sft", str(base), directory_identity(base), pattern, TINY_DSA, 64, "f" * 64)
-    save_checkpoint(path / "save", model, {}, identity, Progress(iteration=3), keep_last=0)
+    Saver(keep_last=0).save(take_snapshot(path / "save", model, {}, identity, Progress(iteration=3)), background=False)
     export(path / "save", base, path / "export", progress=False)
     (path / "text.txt").write_text(TEXT)
     return Journey(base, path / "save", path / "export", path / "text.txt", dtype)
