@@ -6,6 +6,7 @@
 * `mcore`: megatron-core 0.16.1's `DSAttention` itself, sparse KL. Its Hadamard rotation is replaced by the identity (it needs
   CUDA and leaves the scores unchanged), and its projections and RoPE by the tensors that ours gets, so that both compute the same
   function of the same inputs; tests/test_dsa_layer_benchmark.py holds that they do.
+* `lengths`: the sparse op against the chunked one, of documents of some lengths: which of them `--dsa-backend auto` takes.
 * `sdpa`: dense causal `scaled_dot_product_attention`, V padded to the width of K, without which PyTorch leaves its fused kernel.
 * The floor is the time that the needed products take at the rate of a 1,024-wide matrix product, measured in the same run:
 
@@ -29,6 +30,7 @@ import torch
 import tyro
 from torch import Tensor
 
+LENGTHS = ((128, 16), (256, 16), (256, 128), (512, 64), (512, 128), (1024, 256), (2048, 256))  # tokens, top-k
 MCORE_GOALS = {256: (20.0, 25.0), 1024: (9.0, 20.0)}  # top-k: time, memory
 FLOOR_GOAL, EXPONENT_GOAL, SDPA_GOAL = 1.7, 1.1, 2.0
 RATE_SIZE = 1024  # of the matrix product whose rate makes the floor
@@ -38,7 +40,7 @@ RATE_SIZE = 1024  # of the matrix product whose rate makes the floor
 class Arguments:
     quick: bool = False
     """Sizes of a smoke test; their figures mean nothing."""
-    parts: tuple[str, ...] = ("mcore", "growth", "sdpa")
+    parts: tuple[str, ...] = ("mcore", "growth", "sdpa", "lengths")
     """Which measurements to make."""
     repeats: int = 2
     json: Path | None = None
@@ -76,7 +78,7 @@ def prepare(side: str, **case: int) -> Callable[[], None]:
     # Before memory is read: the libraries' own buffers, and what PyTorch imports with its first backward pass (50 MiB).
     one = torch.rand(256, 256, requires_grad=True)
     torch.autograd.backward([(one @ one).sum()], [torch.ones(())])
-    forward = {"ours": ours, "mcore": mcore, "sdpa": sdpa}[side](inputs, sizes)
+    forward = {"ours": ours, "chunked": chunked, "mcore": mcore, "sdpa": sdpa}[side](inputs, sizes)
 
     def work() -> None:
         for x in inputs:
@@ -87,16 +89,20 @@ def prepare(side: str, **case: int) -> Callable[[], None]:
     return work
 
 
-def ours(inputs: list[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
+def ours(inputs: list[Tensor], sizes: Sizes, backend: str = "sparse") -> Callable[[], list[Tensor]]:
     from megatron_patch.ops.backends import choose_backend
 
-    attention, ends = choose_backend("sparse", "cpu").attention, torch.tensor([0, sizes.tokens], dtype=torch.int32)
+    attention, ends = choose_backend(backend, "cpu").attention, torch.tensor([0, sizes.tokens], dtype=torch.int32)
 
     def forward() -> list[Tensor]:
         result = attention(*inputs, ends, topk=sizes.topk, softmax_scale=sizes.dim**-0.5, recall=False)
         return [result.out, result.indexer_kl]
 
     return forward
+
+
+def chunked(inputs: list[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
+    return ours(inputs, sizes, "chunked")
 
 
 def sdpa(inputs: list[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
@@ -217,6 +223,15 @@ def against_sdpa(sizes: Sizes, repeats: int) -> list[dict]:
     return [row(name.format("time"), "CPU s", mine.best_cpu, theirs.best_cpu, SDPA_GOAL, repeats)]
 
 
+def by_length(lengths: tuple[tuple[int, int], ...], repeats: int) -> list[dict]:
+    rows = []
+    for tokens, topk in lengths:
+        mine, theirs = (measure(side, Sizes(tokens, topk), repeats) for side in ("ours", "chunked"))
+        name = f"dsa_layer/sparse_against_chunked/tokens={tokens}/topk={topk}"
+        rows.append(row(name, "CPU s", mine.best_cpu, theirs.best_cpu, 1.0, repeats))
+    return rows
+
+
 def main(arguments: Arguments) -> None:
     quick, rows = arguments.quick, []
     if "mcore" in arguments.parts:
@@ -228,6 +243,8 @@ def main(arguments: Arguments) -> None:
     if "sdpa" in arguments.parts:
         sizes = Sizes(512, 32, index_heads=4, index_dim=32) if quick else Sizes(16384, 256, index_heads=4, index_dim=32)
         rows += against_sdpa(sizes, arguments.repeats)
+    if "lengths" in arguments.parts:
+        rows += by_length(((64, 8),) if quick else LENGTHS, 5 * arguments.repeats)  # short ones: many repeats cost little
     sides.publish(rows, arguments.json)
 
 

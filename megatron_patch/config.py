@@ -174,10 +174,11 @@ class PrecisionSettings:
     """Parameters and activations in bfloat16, fp32 main weights and gradients. Off: fp32 throughout."""
     device: Literal["cpu", "cuda", "npu"] | None = None
     """Default: what is there."""
-    dsa_backend: Literal["auto", "reference", "chunked", "sparse", "npu"] = "auto"
+    dsa_backend: Literal["auto", "reference", "chunked", "sparse", "by-length", "npu"] = "auto"
     """Implementation of the DSA op: auto takes the device's best, and the choice is printed. reference is the
     definition, whose memory grows with the square of a document's length; chunked works through chunks of queries; sparse,
-    for the CPU, computes selected pairs alone; npu the fused operators of Ascend."""
+    for the CPU, computes selected pairs alone; by-length, the CPU's best, is sparse for packs with a document of more than
+    256 tokens and chunked for others; npu the fused operators of Ascend."""
     recompute_dsa: bool = False
     """Keep the inputs of the DSA layers only, and compute the layers again in the backward pass: less memory, more time."""
     deterministic: bool = False

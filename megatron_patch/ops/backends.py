@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_patch.ops import chunked, npu, npu_limits, reference, sparse
+from megatron_patch.ops import by_length, chunked, npu, npu_limits, reference, sparse
 from megatron_patch.ops.checks import DsaSizes
 
 AUTO = "auto"
@@ -36,12 +36,13 @@ BACKENDS = {
         DsaBackend("reference", ("cpu", "cuda", "npu"), reference.dsa_attention),
         DsaBackend("chunked", ("cpu", "cuda", "npu"), chunked.dsa_attention),
         DsaBackend("sparse", ("cpu",), sparse.dsa_attention),  # its products are not measured on a GPU
+        DsaBackend("by-length", ("cpu",), by_length.dsa_attention),
         # The dense stage and the indexers of base layers, which learn from dense attention, are plain torch there as well.
         DsaBackend("npu", ("npu",), chunked.dsa_attention, npu.absorbed_attention, npu_limits.check, npu_limits.describe),
     )
 }
 # What "auto" means on each device: the best backend that this release has for it.
-_AUTO = {"cpu": "chunked", "cuda": "chunked", "npu": "npu"}
+_AUTO = {"cpu": "by-length", "cuda": "chunked", "npu": "npu"}
 
 
 def choose_backend(name: str, device_type: str) -> DsaBackend:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_patch.ops.products import product
 from megatron_patch.ops.reference import select_topk, wide
 
 TILE_BYTES = 2 * 2**20  # of products before the sum over index heads
@@ -72,18 +73,21 @@ def _causal_scores(query_CJE: Tensor, key_KE: Tensor, weights_CJ: Tensor) -> Ten
     rows, keys = len(query_CJE), len(key_KE)
     heads = weights_CJ.shape[1]
     flat = query_CJE.flatten(0, 1)
-    step = max(1, min(TILE_KEYS, TILE_BYTES // (len(flat) * flat.element_size())))
-    space = flat.new_empty(len(flat) * min(step, keys))
     score_CK = flat.new_empty(rows, keys)
-    for first in range(0, keys, step):
-        last = min(first + step, keys)
-        match = space[: len(flat) * (last - first)].view(len(flat), last - first)
-        torch.mm(flat, key_KE[first:last].T, out=match).relu_()
-        score_CK[:, first:last] = torch.bmm(weights_CJ[:, None], match.view(rows, heads, -1))[:, 0]
+    for tile in _key_tiles(len(flat), keys, flat.element_size()):
+        match = product(flat, key_KE[tile]).relu_()
+        score_CK[:, tile] = torch.bmm(weights_CJ[:, None], match.view(rows, heads, -1))[:, 0]
     # Added: filling by a mask is several times slower. NaN stays NaN, and a future one has to go.
     future_CC = torch.ones(rows, rows, dtype=torch.bool, device=score_CK.device).triu_(1)
     score_CK[:, keys - rows :].masked_fill_(future_CC, float("-inf"))
     return score_CK
+
+
+def _key_tiles(rows: int, keys: int, element_bytes: int) -> Iterator[slice]:
+    """The keys in tiles whose products with `rows` rows stay in a cache."""
+    step = max(1, min(TILE_KEYS, TILE_BYTES // (rows * element_bytes)))
+    for first in range(0, keys, step):
+        yield slice(first, min(first + step, keys))
 
 
 def _all_causal(score_CK: Tensor, rows: slice) -> Tensor:
@@ -152,7 +156,7 @@ def index_gradients(
     n, slots = chosen_NS.shape
     inputs = inputs[0], wide(inputs[1]), inputs[2]
     numbers = BACKWARD_BYTES // into[1].element_size()
-    masked_step = max(1, numbers // max(1, heads * early))
+    masked_step = max(16, 512 // heads)
     gathered_step = max(1, numbers // (slots * (2 * dims + heads)))
     for low, high, step, gradients in (
         (0, early, masked_step, _masked_gradients),
@@ -168,15 +172,20 @@ def index_gradients(
 def _masked_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:
     """`index_gradients` of the queries `rows`, through all keys up to the last of them."""
     (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
-    query_CJE, weights_CJ = wide(index_query[rows]), wide(index_weights[rows])
-    key_KE = index_key[: rows.stop]
+    query_CJE, weights_CJ1 = wide(index_query[rows]), wide(index_weights[rows])[..., None]
+    flat, weighted = query_CJE.flatten(0, 1), (query_CJE * weights_CJ1).flatten(0, 1)
     d_score_CK = d_score_CS.new_zeros(len(place_CS), rows.stop).scatter_add_(1, place_CS, d_score_CS)
-    match_CJK = (query_CJE.flatten(0, 1) @ key_KE.T).relu_().unflatten(0, weights_CJ.shape)
-    d_weights[rows] = torch.bmm(match_CJK, d_score_CK[..., None])[..., 0]
-    # The sign of relu's result is its derivative. The weights, constant along the keys, go to the smaller factors.
-    d_match = match_CJK.sign_().mul_(d_score_CK[:, None]).flatten(0, 1)
-    d_query[rows] = (d_match @ key_KE).view_as(query_CJE).mul_(weights_CJ[..., None])
-    d_key_KE[: rows.stop].addmm_(d_match.T, (query_CJE * weights_CJ[..., None]).flatten(0, 1))
+    d_flat, d_weights_CJ1 = torch.zeros_like(flat), torch.zeros_like(weights_CJ1)
+    for keys in _key_tiles(len(flat), rows.stop, flat.element_size()):
+        d_score_C1K = d_score_CK[:, None, keys]
+        match_CJK = product(flat, index_key[keys]).relu_().view(*weights_CJ1.shape[:2], -1)
+        d_weights_CJ1.baddbmm_(match_CJK, d_score_C1K.transpose(1, 2))
+        # d I where relu let the product pass. The weights, constant along the keys, go to the smaller factors.
+        d_match = torch.ops.aten.threshold_backward.grad_input(d_score_C1K.expand_as(match_CJK), match_CJK, 0, grad_input=match_CJK).flatten(0, 1)
+        d_flat += product(d_match, index_key[keys].T)
+        d_key_KE[keys] += product(d_match.T, weighted.T)
+    d_query[rows] = d_flat.view_as(query_CJE).mul_(weights_CJ1)
+    d_weights[rows] = d_weights_CJ1[..., 0]
 
 
 def _gathered_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: Tensor, into: Index) -> None:

@@ -4,29 +4,31 @@ A document is worked through three times: its selection (`index_selection.py`), 
 backward pass, both in turn. Between forward and backward remain query, key, value and the indexer's inputs as they came, the
 selected positions (int32) and d KL / d I at these positions: both [tokens, top-k].
 
-A query attends in one of two ways, which give the same up to the order of sums. Early in a document its keys are a large part of
-all, and a masked product over all of them is faster (`masked.py`); later a product at the selected pairs is (`sparse_rows.py`).
+A block of queries attends in one of two ways, which give the same up to the order of sums. Early in a document the selected keys
+are a large part of all, and masked products over all of them are faster (`dense_rows.py`); later products at the selected pairs
+are (`sparse_rows.py`).
 
 `index_recall` compares with dense attention, which costs as much as all logits of a dense forward pass: pass `recall=False`
 where nobody looks at it. In the dense stage there is nothing to leave out; `chunked.dsa_attention` computes it.
 
-Shape letters: those of reference.py, and C queries of a chunk, K keys up to the last of them.
+Shape letters: those of reference.py, and R queries of a block, K keys up to the last of them.
 """
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from megatron_patch.ops import chunked, masked, sparse_rows
+from megatron_patch.ops import chunked, dense_rows, masked, sparse_rows
 from megatron_patch.ops.call import Call, accept
 from megatron_patch.ops.index_selection import index_gradients, select_document
 from megatron_patch.ops.reference import DsaOutput, Stage, selection_mask, wide
 
-# A query whose position is below this times top-k attends by a masked product. Measured on a CPU at 16 heads of 192/128: a pair
-# of a masked product takes 39 ns a head, forward and backward, a selected pair 84 ns.
-MASKED_POSITIONS = 2.2
-MASKED_BYTES = 8 * 2**20  # of a masked chunk's logits and their gradients
+# A query whose position is below this times top-k attends by masked products. Measured on a CPU at 16 heads of 192/128: a pair of
+# such a product takes 22 ns a head, forward and backward, a selected pair 75 ns.
+MASKED_POSITIONS = 3.4
+RECALL_BYTES = 8 * 2**20  # of a chunk's logits
 
 
 def dsa_attention(
@@ -72,18 +74,16 @@ def masked_rows(n: int, k: int) -> int:
     return min(n, max(k, int(MASKED_POSITIONS * k)))
 
 
-def _masked_chunks(rows: int, n: int, heads: int, element_bytes: int) -> Iterator[slice]:
-    """The first `rows` queries; how they are cut depends on the document alone."""
-    step = max(1, min(rows, MASKED_BYTES // (2 * heads * element_bytes * min(rows, n))))
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
-
-
-def _sparse_blocks(first: int, n: int, slots: int) -> Iterator[slice]:
-    """The queries from `first` on."""
-    step = sparse_rows.block_rows(n, slots)
-    for begin in range(first, n, step):
-        yield slice(begin, min(begin + step, n))
+def _blocks(n: int, k: int, element_bytes: int) -> Iterator[tuple[slice, slice, ModuleType]]:
+    """(queries, keys that they may see, how they attend): how a document is cut depends on its length alone."""
+    early = masked_rows(n, k)
+    step = dense_rows.block_rows(early, element_bytes)
+    for first in range(0, early, step):
+        last = min(first + step, early)
+        yield slice(first, last), slice(0, last), dense_rows
+    step = sparse_rows.block_rows(n, k)
+    for first in range(early, n, step):
+        yield slice(first, min(first + step, n)), slice(0, n), sparse_rows
 
 
 class _SparseDsa(torch.autograd.Function):
@@ -149,16 +149,8 @@ def _attend(
 ) -> None:
     """Write one document's output [N, H, V] and KL [N] to `into`, and d KL / d I over the scores."""
     out, kl_N = into
-    n, heads, _ = query.shape
-    early = masked_rows(n, chosen_NS.shape[1])
-    for rows in _masked_chunks(early, n, heads, score_NS.element_size()):
-        seen, chosen_CS = slice(0, rows.stop), chosen_NS[rows].long()
-        logit_HCK = masked.logits(query[rows], key[seen], call.softmax_scale, selection_mask(chosen_CS, rows.stop))
-        out[rows], target_CK = masked.output_and_target(logit_HCK, value[seen])
-        target_CS = target_CK.gather(1, chosen_CS.clamp(min=0)).masked_fill_(chosen_CS < 0, 0.0)
-        kl_N[rows] = _kl(target_CS, score_NS[rows], chosen_CS < 0)
-    for rows in _sparse_blocks(early, n, chosen_NS.shape[1]):
-        target_RS = sparse_rows.attend(query[rows], key, value, chosen_NS[rows], call.softmax_scale, out[rows])
+    for rows, keys, how in _blocks(*chosen_NS.shape, score_NS.element_size()):
+        target_RS = how.attend(query[rows], key[keys], value[keys], chosen_NS[rows], call.softmax_scale, out[rows])
         kl_N[rows] = _kl(target_RS, score_NS[rows], chosen_NS[rows] < 0)
 
 
@@ -174,7 +166,9 @@ def _kl(target_CS: Tensor, score_CS: Tensor, unused_CS: Tensor) -> Tensor:
 def _recall(query: Tensor, key: Tensor, chosen_NS: Tensor, softmax_scale: float, recall_N: Tensor) -> None:
     """Write the dense attention's mass in one document's selection, [N]."""
     n, heads, _ = query.shape
-    for rows in _masked_chunks(n, n, heads, recall_N.element_size()):
+    step = max(1, min(n, RECALL_BYTES // (2 * heads * n * recall_N.element_size())))
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
         causal_CK = torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=query.device).tril(rows.start)
         logit_HCK = masked.logits(query[rows], key[: rows.stop], softmax_scale, causal_CK)
         recall_N[rows] = masked.dense_mass(logit_HCK, selection_mask(chosen_NS[rows].long(), rows.stop))
@@ -188,21 +182,12 @@ def _attention_gradients(
     d_key, d_value = (wide(x[:0]).new_zeros(x.shape) for x in (key, value))
     for doc in call.documents:
         n, k = doc.stop - doc.start, min(call.slots, doc.stop - doc.start)
-        early = masked_rows(n, k)
-        for rows in _masked_chunks(early, n, query.shape[1], d_key.element_size()):
-            here = slice(doc.start + rows.start, doc.start + rows.stop)
-            seen = slice(doc.start, here.stop)
-            allowed_CK = selection_mask(_moved(indices[here, :k], -doc.start).long(), rows.stop)
-            into = d_query[here], d_key[seen], d_value[seen]
-            masked.attention_gradients(
-                d_out[here], query[here], key[seen], value[seen], allowed_CK, call.softmax_scale, into
-            )
-        for rows in _sparse_blocks(early, n, k):
-            here = slice(doc.start + rows.start, doc.start + rows.stop)
+        for rows, keys, how in _blocks(n, k, d_key.element_size()):
+            here, seen = (slice(doc.start + x.start, doc.start + x.stop) for x in (rows, keys))
             chosen_RS = _moved(indices[here, :k], -doc.start)
-            into = d_query[here], d_key[doc], d_value[doc]
-            sparse_rows.attention_gradients(
-                d_out[here], query[here], key[doc], value[doc], chosen_RS, call.softmax_scale, into
+            into = d_query[here], d_key[seen], d_value[seen]
+            how.attention_gradients(
+                d_out[here], query[here], key[seen], value[seen], chosen_RS, call.softmax_scale, into
             )
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 

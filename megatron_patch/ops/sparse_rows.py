@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_patch.ops.products import head
 from megatron_patch.ops.reference import wide
 
 # Columns of a value at once in a bag: 4,096 rows of them fit a second-level cache, which the random reads then stay in.
@@ -116,7 +117,7 @@ def attend(
     target_RS = torch.zeros(chosen_RS.shape, dtype=dtype, device=query.device)
     prob_RS = torch.empty_like(target_RS)
     for h in range(query.shape[1]):
-        pattern.softmax(_head(query, h) * softmax_scale, _head(key, h), prob_RS)
+        pattern.softmax(head(query, h) * softmax_scale, head(key, h), prob_RS)
         pattern.sum_over_keys(prob_RS, value[:, h], out[:, h])
         target_RS += prob_RS
     return target_RS.div_(target_RS.sum(-1, keepdim=True))
@@ -143,15 +144,10 @@ def attention_gradients(
     pattern.transpose()
     prob_RS = d_key.new_empty(chosen_RS.shape)
     for h in range(query.shape[1]):
-        scaled_RD, d_out_RV = _head(query, h) * softmax_scale, _head(d_out, h)
-        pattern.softmax(scaled_RD, _head(key, h), prob_RS)
+        scaled_RD, d_out_RV = head(query, h) * softmax_scale, head(d_out, h)
+        pattern.softmax(scaled_RD, head(key, h), prob_RS)
         pattern.add_over_queries(prob_RS, d_out_RV, d_value[:, h])
-        d_logit_RS = pattern.sample(d_out_RV, _head(value, h)).mul_(prob_RS)
+        d_logit_RS = pattern.sample(d_out_RV, head(value, h)).mul_(prob_RS)
         d_logit_RS.addcmul_(prob_RS, d_logit_RS.sum(-1, keepdim=True), value=-1)
         pattern.add_over_queries(d_logit_RS, scaled_RD, d_key[:, h])
         pattern.sum_over_keys(d_logit_RS.mul_(softmax_scale), key[:, h], d_query[:, h])
-
-
-def _head(x: Tensor, h: int) -> Tensor:
-    """x [T, H, D] -> [T, D], wide and contiguous."""
-    return wide(x[:, h]).contiguous()

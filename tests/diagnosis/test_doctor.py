@@ -23,7 +23,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     by_name = {each["name"]: each for each in got["packages"]}
     assert by_name["megatron-core"] == {"name": "megatron-core", "found": "0.16.1", "wanted": "0.16.1", "ok": True, "note": ""}
     assert by_name["mindspeed"]["ok"] is None and by_name["torch_npu"]["found"] is None  # nobody needs them here
-    expected = {"device": "cpu", "collectives": "gloo", "dsa_backend": "chunked", "megatron_core": "with cpu_redirect and mcore_fixes"}
+    expected = {"device": "cpu", "collectives": "gloo", "dsa_backend": "by-length", "megatron_core": "with cpu_redirect and mcore_fixes"}
     assert got["will_use"] == expected and got["missing"] == []
     assert "HCCL_CONNECT_TIMEOUT" in (out := capsys.readouterr().out) and "Nothing is missing." in out
 

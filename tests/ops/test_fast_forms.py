@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patch.ops import chunked, reference, sparse, sparse_rows
+from megatron_patch.ops import by_length, chunked, dense_rows, products, reference, sparse, sparse_rows
 from megatron_patch.ops.backends import choose_backend
 
 from .inputs import NAMES, make_inputs
@@ -51,20 +51,27 @@ def assert_same(ours, theirs, dtype):
 # How the queries are cut: into one, an odd number that divides no document, more than there are. The sparse op has two ways
 # to attend, of which it would take the masked one for most of these queries.
 FORMS = {
-    "chunked, 1 row": (chunked, {"chunk_rows": lambda *sizes: 1}),
-    "chunked, 7 rows": (chunked, {"chunk_rows": lambda *sizes: 7}),
+    "chunked, 1 row": (chunked, {chunked: {"chunk_rows": lambda *_: 1}}),
+    "chunked, 7 rows": (chunked, {chunked: {"chunk_rows": lambda *_: 7}}),
     "chunked, all rows": (chunked, {}),
     "sparse": (sparse, {}),
-    "sparse, masked": (sparse, {"MASKED_POSITIONS": 1000, "MASKED_BYTES": 4000}),  # at most 3 rows of 40 keys in fp64
-    "sparse, 1 row": (sparse, {"MASKED_POSITIONS": 0, "MASKED_BYTES": 1, "block_rows": lambda *sizes: 1}),
-    "sparse, 7 rows": (sparse, {"MASKED_POSITIONS": 0, "block_rows": lambda *sizes: 7}),
+    "sparse, masked": (sparse, {sparse: {"MASKED_POSITIONS": 1000}}),
+    # Blocks of 15 rows of 40 keys in fp64 and tiles of 4 of them.
+    "sparse, masked tiles": (sparse, {sparse: {"MASKED_POSITIONS": 1000}, dense_rows: {"BLOCK_BYTES": 5000, "TILE_BYTES": 1300}}),
+    "sparse, masked, by torch.mm": (sparse, {sparse: {"MASKED_POSITIONS": 1000}, products: {"_onednn_is_wider": lambda: False}}),
+    "sparse, 1 row": (
+        sparse,
+        {sparse: {"MASKED_POSITIONS": 0}, dense_rows: {"BLOCK_BYTES": 1, "TILE_BYTES": 1}, sparse_rows: {"block_rows": lambda *_: 1}},
+    ),
+    "sparse, 7 rows": (sparse, {sparse: {"MASKED_POSITIONS": 0}, sparse_rows: {"block_rows": lambda *_: 7}}),
 }
 
 
 def choose_form(name, monkeypatch):
     module, how = FORMS[name]
-    for what, value in how.items():
-        monkeypatch.setattr(sparse_rows if what == "block_rows" else module, what, value)
+    for owner, changes in how.items():
+        for what, value in changes.items():
+            monkeypatch.setattr(owner, what, value)
     return module
 
 
@@ -279,13 +286,23 @@ def test_chunk_rows():
     assert chunked.chunk_rows(10**8, 16, 64) == 1
 
 
-def test_auto_is_chunked_where_nothing_else_has_run_whole_journeys():
-    for device in ("cpu", "cuda"):
-        assert choose_backend("auto", device).attention is chunked.dsa_attention
+@pytest.mark.parametrize(("lengths", "module"), [([3, 8, 0, 5], "chunked"), ([3, 9, 1], "sparse"), ([9], "sparse")])
+def test_by_length_goes_by_the_longest_document(lengths, module, monkeypatch):
+    monkeypatch.setattr(by_length, "LONG_DOCUMENT", 8)
+    for other in {chunked: "sparse", sparse: "chunked"}.items():
+        if other[1] == module:
+            monkeypatch.setattr(other[0], "dsa_attention", None)
+    inputs = make_inputs(lengths)
+    assert_same(*(run(m.dsa_attention, inputs) for m in (by_length, reference)), torch.float64)
+
+
+def test_auto_goes_by_length_on_a_cpu_and_is_chunked_on_a_gpu():
+    assert choose_backend("auto", "cpu").attention is by_length.dsa_attention
+    assert choose_backend("auto", "cuda").attention is chunked.dsa_attention
     assert choose_backend("sparse", "cpu").attention is sparse.dsa_attention
     for device in ("cpu", "cuda"):
         assert choose_backend("reference", device).attention is reference.dsa_attention
-    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked, sparse, npu"):
+    with pytest.raises(ValueError, match="unknown DSA backend 'fast': this release has auto, reference, chunked, sparse, by-length, npu"):
         choose_backend("fast", "cpu")
     with pytest.raises(ValueError, match="runs on cpu, cuda, npu, not on 'xpu'"):
         choose_backend("chunked", "xpu")

@@ -105,8 +105,8 @@ def test_topk_of_all_keys_is_dense_attention(dsa_attention):
     dense = dsa_attention(**inputs, topk=3, softmax_scale=SCALE, stage="dense")
     q, k, v = (inputs[n].transpose(0, 1) for n in NAMES[:3])
     torch_own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(0, 1)
-    assert torch.equal(sparse.out, dense.out)
-    assert sparse.indexer_kl.item() == dense.indexer_kl.item()
+    torch.testing.assert_close(sparse.out, dense.out, rtol=0, atol=5e-7)  # two modules may sum in two orders
+    assert sparse.indexer_kl.item() == pytest.approx(dense.indexer_kl.item(), rel=1e-6)
     torch.testing.assert_close(sparse.out, torch_own, rtol=1e-5, atol=1e-6)
     assert sparse.index_recall.item() == pytest.approx(11, rel=1e-6)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_patch.ops import index_selection, reference, sparse, sparse_rows
+from megatron_patch.ops import dense_rows, index_selection, reference, sparse, sparse_rows
 from megatron_patch.ops.backends import BACKENDS
 
 from .inputs import NAMES, make_inputs
@@ -107,7 +107,8 @@ def test_memory_grows_like_the_tokens(monkeypatch):
     """At fixed top-k nothing is of size tokens x tokens; kept are the inputs, and two numbers a selected pair."""
     monkeypatch.setattr(index_selection, "SCORE_BYTES", 2**17)
     monkeypatch.setattr(index_selection, "TILE_BYTES", 2**17)
-    monkeypatch.setattr(sparse, "MASKED_BYTES", 2**17)
+    monkeypatch.setattr(dense_rows, "BLOCK_BYTES", 2**17)
+    monkeypatch.setattr(dense_rows, "TILE_BYTES", 2**17)
 
     def op(*args, **kwargs):
         return sparse.dsa_attention(*args, **kwargs, recall=False)
