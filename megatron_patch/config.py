@@ -209,6 +209,8 @@ class ParallelSettings:
     """Split activations along the sequence where matrices are split."""
     use_distributed_optimizer: bool = False
     """Spread the optimizer's state over the ranks that hold the same parameters."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over the ranks while the backward pass of a step's last micro-batch goes on, instead of after it."""
     distributed_timeout_minutes: float = 30.0
     """How long a rank waits for the others before it ends."""
 

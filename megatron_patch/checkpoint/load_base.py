@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatron_patch.model.names import expert_number, global_parameters
 
 # Old checkpoints store the RoPE frequencies that every reader computes.
 IGNORED_HF_NAMES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+THREADS = 2  # that read; each holds a tensor
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GET_AGAIN = "the directory is not a whole DeepSeek-V2-Lite-shaped model of its own config.json, get it again"
 
@@ -230,22 +232,30 @@ def _fill(
         targets |= views
     report = LoadReport(parameters=len(parameters))
     total = sum(source.nbytes(key) for key in targets)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar:
-        for key in source.names:
-            view = targets.pop(key, None)
-            if view is None:
-                continue
-            tensor = source.load(key)
-            if not all_finite(tensor):
-                raise UserError(
-                    f"weights must be finite: {key} in {source.path} holds {int((~tensor.isfinite()).sum())} values that "
-                    "are not; get the file again, or use an older checkpoint"
-                )
-            if tensor.dtype != view.dtype:
-                report.dtypes[str(tensor.dtype), str(view.dtype)] += 1
-            view.copy_(tensor)
-            report.tensors += 1
-            bar.update(source.nbytes(key))
-    if targets:
-        raise AssertionError(f"{len(targets)} parameters were not filled, the first is {next(iter(targets))}")
+    wanted = [key for key in source.names if key in targets]
+    if len(wanted) < len(targets):
+        raise AssertionError(f"{len(targets) - len(wanted)} parameters have no tensor, the first is {min(set(targets) - set(wanted))}")
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        with tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar:
+            for key, dtype in zip(wanted, pool.map(lambda key: _copy(source, key, targets[key]), wanted), strict=True):
+                if dtype != targets[key].dtype:
+                    report.dtypes[str(dtype), str(targets[key].dtype)] += 1
+                report.tensors += 1
+                bar.update(source.nbytes(key))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C
     return report
+
+
+@torch.no_grad()  # autograd's mode is each thread's own
+def _copy(source: SafetensorsDir | SafetensorsFile, key: str, view: Tensor) -> torch.dtype:
+    """Read a tensor into `view`, rounded to its dtype; returns the file's."""
+    tensor = source.load(key)
+    if not all_finite(tensor):
+        raise UserError(
+            f"weights must be finite: {key} in {source.path} holds {int((~tensor.isfinite()).sum())} values that "
+            "are not; get the file again, or use an older checkpoint"
+        )
+    view.copy_(tensor)
+    return tensor.dtype

@@ -20,16 +20,26 @@ _VECTOR = ParamKey(
 )
 
 
-def wrap_ddp(model: nn.Module, use_distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradients in fp32 buffers, for trainable parameters only (so freeze first)."""
+def wrap_ddp(
+    model: nn.Module, use_distributed_optimizer: bool, *, overlap_grad_reduce: bool = False
+) -> DistributedDataParallel:
+    """Gradients in fp32 buffers, for trainable parameters only (so freeze first).
+
+    Args:
+        overlap_grad_reduce: sum them bucket by bucket during the last backward pass; megatron-core's schedule is told which
+            is the last through the model's config.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
         # A non-finite gradient is this code's to handle: it skips the step and counts.
         check_for_nan_in_grad=False,
     )
-    return DistributedDataParallel(model.config, config, model)
+    ddp = DistributedDataParallel(model.config, config, model)
+    if overlap_grad_reduce:  # else every micro-batch would sum what the ones before it have left in the buffers
+        model.config.no_sync_func = ddp.no_sync
+    return ddp
 
 
 def build_optimizer(

@@ -264,7 +264,7 @@ def _assemble(
     with removed_on_error(settings.output.save / INDEX_CACHE):
         data = build_data(settings, kind, arch.vocab_size, progress.consumed_samples)
         trunk = open_trunk(settings, model, state, data.rows, identity.base_sha256, identity.layer_pattern, device)
-    ddp = wrap_ddp(model, distributed_optimizer)
+    ddp = wrap_ddp(model, distributed_optimizer, overlap_grad_reduce=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(
         ddp, settings.optim, bf16=settings.precision.bf16, use_distributed_optimizer=distributed_optimizer
     )

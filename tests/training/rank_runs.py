@@ -37,6 +37,8 @@ FORMS = {
     "pretrain": (PRETRAIN, {}),
     "sft": (SFT, {}),
     "distributed optimizer": (PRETRAIN, {"use_distributed_optimizer": True}),
+    "overlap": (PRETRAIN, {"overlap_grad_reduce": True}),
+    "overlap, distributed optimizer": (PRETRAIN, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
 }
 
 

@@ -116,8 +116,10 @@ def test_what_parts_on_one_rank_is_not_saved(runs, two_ranks, make_settings, tmp
     assert not list((tmp_path / "save").glob("iter_*"))
 
 
-def test_recomputed_layers_send_their_tokens_again(runs, two_ranks, make_settings, tmp_path):
-    settings = make_settings(tmp_path / "save", runs.data_of(PRETRAIN), **FLAGS | EP, recompute_dsa=True)
+@pytest.mark.parametrize("flag", ["recompute_dsa", "overlap_grad_reduce"])
+def test_recomputed_layers_and_overlapped_sums_change_nothing(runs, two_ranks, make_settings, tmp_path, flag):
+    """Recomputed layers send their tokens again; gradients of experts and of the rest are summed over other ranks."""
+    settings = make_settings(tmp_path / "save", runs.data_of(PRETRAIN), **FLAGS | EP, **{flag: True})
     quiet(two_ranks.run(train_quietly, settings, PRETRAIN))
     a, b = (load_file(save / LAST / "model.safetensors") for save in (runs(make_settings, "pretrain", 2, **EP), tmp_path / "save"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -88,6 +88,22 @@ def test_gradients_are_those_of_the_mean_losses(device, tiny_base, make_settings
             torch.testing.assert_close(grads[name], parameter.grad, atol=1e-5 * scale + 1e-9, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.7])
+def test_overlapped_sums_wait_for_no_gradient_that_never_comes(device, tiny_base, make_settings, tmp_path, stage, coefficient):
+    """Experts without a token, indexers without a loss: megatron-core sums a bucket once all of its gradients are there."""
+    found = []
+    for overlap in (False, True):
+        model, state, _ = tiny_model(tiny_base, init="copy")
+        settings = make_settings(tmp_path, "unused", optimizer="sgd", lr=0.0, min_lr=0.0, clip_grad=0.0).optim
+        ddp = wrap_ddp(model, False, overlap_grad_reduce=overlap)
+        optimizer = build_optimizer(ddp, settings, bf16=False, use_distributed_optimizer=False)
+        TrainStep(ddp, optimizer, state, device, coefficient, no_flops)(batches([(3, 2), (2, 1)], 1), stage)
+        found.append({name: p.main_grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+    assert any(grad.abs().max() == 0 for name, grad in found[0].items() if "experts" in name)
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_no_optimizer_state_for_frozen_parameters(
     device, tiny_base, make_settings, tmp_path, distributed_optimizer
