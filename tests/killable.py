@@ -6,11 +6,11 @@ A rank starts in a fraction of a second, so that a test can kill many. They meet
 import contextlib
 import multiprocessing
 import os
-import socket
 import time
 from pathlib import Path
 
 from megatron_patch.config import TrainSettings
+from tests.distributed import meeting_point
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.killable_rank"])
@@ -34,11 +34,9 @@ class Job:
     ):
         from tests.killable_rank import run_rank
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._store, meeting = meeting_point()
         of_all = (settings, kind, log, kill_at, write_seconds)
-        self.processes = [_CONTEXT.Process(target=run_rank, args=(rank, count, port, *of_all)) for rank in range(count)]
+        self.processes = [_CONTEXT.Process(target=run_rank, args=(rank, count, meeting, *of_all)) for rank in range(count)]
         for process in self.processes:
             process.start()
 

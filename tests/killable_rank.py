@@ -23,12 +23,12 @@ from megatron_patch.training.loop import train  # noqa: E402 (the device comes b
 
 
 def run_rank(
-    rank: int, count: int, port: int, settings: TrainSettings, kind: str, log: Path, kill_at: str | None, write_seconds: float
-) -> None:
+    rank: int, count: int, meeting: dict[str, str], settings: TrainSettings, kind: str, log: Path, kill_at: str | None,
+    write_seconds: float,
+) -> None:  # fmt: skip
     """Train as a rank of `count`, the output going to the end of `log`; end with the run's exit code."""
-    os.environ |= {
+    os.environ |= meeting | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):

@@ -4,18 +4,16 @@ The faults are shown in fresh processes, since this one has the mends applied.
 """
 
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from megatron_patch.devices import mcore_fixes
 from megatron_patch.errors import UserError
+from tests.devices.forked import Forks
 
-ROOT = Path(__file__).parents[2]
 PREPARE = """
-import sys, tempfile
-sys.path.insert(0, {root!r})
+import sys
 from megatron_patch.devices import cpu_redirect, mcore_fixes
 cpu_redirect.install()
 mends = {{"name_absent_te_linear", "name_absent_te_gemm", "convert_splits_on_cpu", "redirect_rng_state"}} - {{{without!r}}}
@@ -29,24 +27,35 @@ from tests.model.build import tiny_model
 from megatron_patch.model.builder import forward_pack
 """
 FORWARD = """
-model, state, _ = tiny_model(make_tiny_base(tempfile.mkdtemp()))
+model, state, _ = tiny_model(make_tiny_base(sys.argv[1]))
 tokens = torch.arange(20)
 forward_pack(model.train(), tokens, torch.tensor([0, 20], dtype=torch.int32), tokens).sum().backward()
 print("ran")
 """
 
 
-def run(without: str, code: str = FORWARD) -> subprocess.CompletedProcess:
-    source = PREPARE.format(root=str(ROOT), without=without) + code
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_all_mends_together_run():
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def run(forks: Forks, tmp_path) -> Run:
+    """`run(without=MEND, code=...)` in a process of its own that has all the other mends."""
+    return lambda without, code=FORWARD: forks.run(PREPARE.format(without=without) + code, [str(tmp_path)], (), {})
+
+
+def test_all_mends_together_run(run: Run) -> None:
     result = run(without="nothing")
     assert result.stdout.endswith("ran\n"), result.stderr
 
 
-def test_without_the_te_linear_isinstance_meets_a_mock():
+def test_without_the_te_linear_isinstance_meets_a_mock(run: Run) -> None:
     # The builder's registration of DuplicatedLinear covers MLA; attention.py's other class stays a mock.
     code = """
 import megatron.core.transformer.multi_latent_attention as mla
@@ -58,11 +67,11 @@ except TypeError as error:
     assert "TypeError isinstance()" in run(without="name_absent_te_linear", code=code).stdout
 
 
-def test_without_the_te_gemm_the_router_raises_a_name_error():
+def test_without_the_te_gemm_the_router_raises_a_name_error(run: Run) -> None:
     assert "te_general_gemm" in run(without="name_absent_te_gemm").stderr
 
 
-def test_without_the_conversion_split_sizes_stay_tensors():
+def test_without_the_conversion_split_sizes_stay_tensors(run: Run) -> None:
     code = """
 from megatron.core.transformer.moe import token_dispatcher
 print(type(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1]), as_numpy=True)).__name__)
@@ -71,7 +80,7 @@ print(type(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1]), as_numpy
     assert run(without="nothing", code=code).stdout.endswith("ndarray\n")
 
 
-def test_without_the_rng_redirect_the_tracker_is_ignored_in_silence():
+def test_without_the_rng_redirect_the_tracker_is_ignored_in_silence(run: Run) -> None:
     """Setting the state is queued for a CUDA initialisation that never comes: forked draws follow the plain seed."""
     code = """
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

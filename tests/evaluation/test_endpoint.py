@@ -98,10 +98,9 @@ def _fails(talking, output, url, capsys, *more):
 
 
 def test_nobody_listens(talking, tmp_path, capsys):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    line = _fails(talking, tmp_path / "out", url, capsys)
+    with socket.socket() as silent:  # bound, so that nobody else takes the port and answers
+        silent.bind(("127.0.0.1", 0))
+        line = _fails(talking, tmp_path / "out", f"http://127.0.0.1:{silent.getsockname()[1]}", capsys)
     assert "an endpoint must be a running server" in line and "Connection refused" in line
 
 

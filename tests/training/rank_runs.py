@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from safetensors.torch import load_file
@@ -57,12 +58,19 @@ def groups_for(expert_parallel: int):
     if expert_parallel == 1:
         yield
         return
-    parallel_state.destroy_model_parallel()
+    leave_groups()
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         initialize_distributed(activate("cpu"), 1)
+
+
+def leave_groups() -> None:
+    """End megatron-core's groups, which it only forgets: each one's threads wake a hundred times a second for as long as it lives."""
+    parallel_state.destroy_model_parallel()
+    for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def train_by_rank(settings: list[TrainSettings], kind: str) -> tuple[int, str, str]:

@@ -19,6 +19,7 @@ from megatron_patch.ops.backends import choose_backend
 from megatron_patch.training.optimizer import build_optimizer, wrap_ddp
 from megatron_patch.training.step import TrainStep
 from tests.model.build import TINY_DSA
+from tests.training.rank_runs import leave_groups
 from tests.training.test_step import batches, no_flops
 
 ROWS = [(30, 3), (40, 20), (22, 1), (35, 9)]
@@ -53,12 +54,12 @@ def step_of(base, settings, stage: str, expert_parallel: int, number: int, count
 def step_on_ranks(base, settings, stage: str):
     """On two ranks, with groups of their own for the call."""
     try:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         initialize_distributed(activate("cpu"), 1, expert_parallel=2)
         assert parallel_state.get_expert_data_parallel_world_size() == 1
         return step_of(base, settings, stage, 2, ranks.rank(), 2)
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         initialize_distributed(activate("cpu"), 1)
 
 

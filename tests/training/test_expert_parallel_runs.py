@@ -29,6 +29,12 @@ from tests.training.rank_runs import (
 EP = {"expert_model_parallel_size": 2}
 
 
+@pytest.fixture(scope="module")
+def four_ranks():
+    with Ranks(4) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("form", ["pretrain", "sft", "distributed optimizer"])
 def test_spread_experts_train_as_one_process(runs, make_settings, form):
     one, two = runs(make_settings, form, 1), runs(make_settings, form, 2, **EP)
@@ -144,13 +150,12 @@ def test_sft_and_export_take_such_a_checkpoint(runs, two_ranks, make_settings, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
-def test_two_times_two_ranks(runs, make_settings, tmp_path, shards):
+def test_two_times_two_ranks(runs, four_ranks, make_settings, tmp_path, shards):
     """Each expert on two ranks of four: its gradients are summed over those, the others over all."""
     flags = FLAGS | EP | {"use_distributed_optimizer": shards}
     save = tmp_path / "save"
-    with Ranks(4) as pool:
-        quiet(pool.run(train_quietly, make_settings(save, runs.data_of(PRETRAIN), **flags), PRETRAIN))
-        follows(runs(make_settings, "pretrain", 1), save)
-        again = rewound(save, 5, tmp_path / "again")
-        quiet(pool.run(train_quietly, make_settings(again, runs.data_of(PRETRAIN), **flags, load=again), PRETRAIN))
+    quiet(four_ranks.run(train_quietly, make_settings(save, runs.data_of(PRETRAIN), **flags), PRETRAIN))
+    follows(runs(make_settings, "pretrain", 1), save)
+    again = rewound(save, 5, tmp_path / "again")
+    quiet(four_ranks.run(train_quietly, make_settings(again, runs.data_of(PRETRAIN), **flags, load=again), PRETRAIN))
     same_run(save, again)
