@@ -15,7 +15,7 @@ from megatron_patch.ops.masked import additive
 from megatron_patch.ops.products import head, product
 from megatron_patch.ops.reference import selection_mask, wide
 
-TILE_BYTES = 2 * 2**20  # of one head's logits at once, which several passes go over
+TILE_BYTES = 4 * 2**20  # of one head's logits at once, which several passes go over
 BLOCK_BYTES = 8 * 2**20  # of a block's mask, which all heads share
 
 
