@@ -9,7 +9,6 @@ power can write the record to the disk first: then the sum does not fit, and the
 read and write at once, on one file system: two that write one row write the same numbers.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import DISK_FULL, UserError
 from megatron_patch.io.lock import only_writer
-from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.io.publish import atomic_write_json, naming_full_disk
 from megatron_patch.io.strict_json import read_json
 
 SCHEMA = 1
@@ -123,7 +122,7 @@ class RowStore:
             try:
                 os.posix_fallocate(self._values, first, last - first)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno in DISK_FULL:
                     raise full from None
                 raise
 
@@ -156,7 +155,7 @@ def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarr
     with only_writer(directory, "--trunk-cache", wait=True):  # two runs may start at once
         if not (directory / MANIFEST).exists():
             for name, size in sizes.items():
-                with open(directory / name, "wb") as file:
+                with naming_full_disk(directory), open(directory / name, "wb") as file:  # no file system takes any length
                     file.truncate(size)
             atomic_write_json(directory / MANIFEST, {"schema": SCHEMA, "key": ours, "bytes": sizes})
             return True

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import DISK_FULL, UserError
 
 
 def require_empty(path: str | Path, flag: str = "--output") -> Path:
@@ -24,6 +24,18 @@ def require_empty(path: str | Path, flag: str = "--output") -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"{flag} must be a new or empty directory: {path} is not empty; give another path or empty it")
     return path
+
+
+@contextmanager
+def naming_full_disk(path: str | Path) -> Iterator[None]:
+    """Put `path` into the error of a disk that is full: a failed write does not say which file it was for, and a run writes to several
+    disks."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in DISK_FULL:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -50,7 +62,8 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
         partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private; an output is as readable as any other
-        yield partial
+        with naming_full_disk(path):
+            yield partial
         for item in partial.rglob("*"):
             if not item.is_symlink():
                 if item.is_file():  # safetensors creates its files readable by the owner alone
@@ -81,7 +94,7 @@ def atomic_write_bytes(path: str | Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(number, "wb") as file:
+        with naming_full_disk(path), os.fdopen(number, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
