@@ -51,11 +51,13 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
             between two renames, nothing stands there).
 
     Raises:
-        UserError: `path` is not empty although it must be, or is a file.
+        UserError: `path` is not empty although it must be (at the start, or by the end), is a file, or a mount point.
     """
     path = Path(path).absolute()
     if must_be_empty or not path.is_dir() or path.is_symlink():
         require_empty(path)
+    if path.is_mount():  # the sibling would fill the disk above it, and the rename at the end fail
+        raise UserError(f"an output appears by a rename, which a mount point cannot take: {path} is one; give a directory below it")
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in sorted(path.parent.glob(f".{path.name}.partial-*")):
         print(f"note: {leftover} was left by a run that was killed, or belongs to one that still runs", file=sys.stderr)
@@ -70,7 +72,11 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
                     item.chmod(0o666 & ~_umask())
                 flush(item)
         flush(partial)
-        _swap_in(partial, path)
+        if must_be_empty:
+            require_empty(path)  # another run may have been as quick; the rename refuses what comes after this line
+            os.replace(partial, path)
+        else:
+            _swap_in(partial, path)
         flush(path.parent)
     except BaseException:  # an interrupt too: nothing half-written may stay
         shutil.rmtree(partial, ignore_errors=True)
