@@ -63,6 +63,20 @@ def run(main: Callable[[], int | None]) -> int:
         return code
 
 
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, with 143 as shells say: what is half-written is removed. The scripts send
+    it for Ctrl-C, and a batch system at the time limit. A second one ends the process at once."""
+    owner = os.getpid()
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != owner:  # a process that was forked from this one ends as it would
+            os.kill(os.getpid(), number)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def as_line(error: Exception) -> UserError | NonFiniteError | None:
     """The error whose message is the one line for the user; None where `error` is a defect."""
     if isinstance(error, UserError | NonFiniteError):
