@@ -1,4 +1,4 @@
-"""Rows of numbers in one memory-mapped file, each of which is there as a whole or not at all.
+"""Rows of numbers in one file, each of which is there as a whole or not at all.
 
     DIR/manifest.json   what the rows are of (`key`), how many, how long; written last, so that a DIR with it is complete
     DIR/values.bin      the rows end to end, [tokens, width] in the dtype of the manifest, without a header: sparse until reserved
@@ -48,7 +48,6 @@ class RowStore:
         self._values, self._records = (os.open(directory / name, os.O_RDWR) for name in (VALUES, ROWS))
         for file in (self._values, self._records):
             weakref.finalize(self, os.close, file)
-        self._map = np.memmap(directory / VALUES, np.uint8, "r")
         self.damaged: list[int] = []
 
     def read(self, row: int, tokens: Tensor) -> Tensor | None:
@@ -61,7 +60,8 @@ class RowStore:
         Raises:
             UserError: it was computed from other tokens.
         """
-        written_from, total = _RECORD.unpack(os.pread(self._records, _RECORD.size, row * _RECORD.size))
+        record = os.pread(self._records, _RECORD.size, row * _RECORD.size)
+        written_from, total = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
         if not written_from:
             return None
         if written_from != tokens_hash(tokens):
@@ -70,8 +70,8 @@ class RowStore:
                 "have there now; give another --trunk-cache, or the data that it was made from"
             )
         begin, end = self._bytes(row)
-        values = np.array(self._map[begin:end])
-        if _sum(values) != total:
+        values = np.empty(end - begin, np.uint8)
+        if not _read_all(self._values, values, begin) or _sum(values) != total:
             self.damaged.append(row)
             return None
         return torch.from_numpy(values).view(self.dtype).view(-1, self.width)
@@ -239,6 +239,20 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Ascending numbers as (first, behind the last) of each run without a gap."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts) if len(run)]
+
+
+def _read_all(file: int, into: np.ndarray, offset: int) -> bool:
+    """Fill `into`; False where the file ends, or the disk fails, before. (Through a mapping, both would kill the process, without a word.)"""
+    view = memoryview(into)
+    while len(view):
+        try:
+            count = os.preadv(file, [view], offset)
+        except OSError:
+            return False
+        if not count:
+            return False
+        view, offset = view[count:], offset + count
+    return True
 
 
 def _write_all(file: int, data: bytes | np.ndarray, offset: int) -> None:
