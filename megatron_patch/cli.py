@@ -248,4 +248,5 @@ def dispatch(argv: Sequence[str]) -> int | None:
 
 def main() -> None:
     """Entry point of the `dsa-upcycle` script and of `python -m megatron_patch`."""
+    errors.unwind_on_sigterm()
     sys.exit(errors.run(lambda: dispatch(sys.argv[1:])))

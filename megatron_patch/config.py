@@ -269,7 +269,8 @@ class OutputSettings:
         if self.profile_steps is None:
             return None
         first, _, last = self.profile_steps.partition(":")
-        valid = first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)
+        digits = (first + last).isascii() and first.isdigit() and last.isdigit()  # "²" is a digit, too, but no number
+        valid = digits and 0 < int(first) <= int(last)
         _require(valid, "--profile-steps must be A:B with 1 <= A <= B", self.profile_steps, "e.g. 10:12")
         return int(first), int(last)
 

@@ -13,6 +13,7 @@ EXIT_USER = 2
 EXIT_NON_FINITE = 3
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells say
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AUTOLOAD = "Failed to load the backend extension"  # torch/__init__.py: a torch_npu whose CANN is not there, most often
 
 # How long a rank leaves the word to its machine's first one, which most likely says the same.
@@ -62,14 +63,29 @@ def run(main: Callable[[], int | None]) -> int:
         return code
 
 
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, with 143 as shells say: what is half-written is removed. The scripts send
+    it for Ctrl-C, and a batch system at the time limit. A second one ends the process at once."""
+    owner = os.getpid()
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != owner:  # a process that was forked from this one ends as it would
+            os.kill(os.getpid(), number)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def as_line(error: Exception) -> UserError | NonFiniteError | None:
     """The error whose message is the one line for the user; None where `error` is a defect."""
     if isinstance(error, UserError | NonFiniteError):
         return error
+    if isinstance(error, OSError) and (error.errno in DISK_FULL or (error.errno == errno.EROFS and error.filename is None)):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return UserError(f"the output needs space that can be written: {where}{error.strerror}; free some, or give another path")
     if isinstance(error, OSError) and error.filename is not None:  # about a path that the user could mend
         return UserError(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-        return UserError(f"the output needs space that can be written: {error.strerror}; free some, or give another path")
     if isinstance(error, RuntimeError) and str(error).startswith(_AUTOLOAD):
         what = str(error).partition(". ")[0]
         return UserError(f"{what} ({_first(error)}); source CANN's set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it")

@@ -113,6 +113,31 @@ def test_evaluate_passes_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: seen[name] for name in defaults if name != "limit"} == {n: d for n, d in defaults.items() if n != "limit"}
 
 
+def test_sigterm_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """The scripts hand Ctrl-C on as SIGTERM; an export of the real base would leave 31 GB in a hidden directory."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from megatron_patch import cli
+from megatron_patch.io.publish import atomic_directory
+
+def export(argv):
+    with atomic_directory(Path(argv[0])) as partial:
+        (partial / "shard").touch()
+        if os.fork() == 0:  # a worker of this process dies of it as ever
+            os.kill(os.getpid(), signal.SIGTERM)
+        print(signal.Signals(os.WTERMSIG(os.wait()[1])).name, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+cli.dispatch = export
+cli.main()
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "SIGTERM\n", "")
+    assert os.listdir(tmp_path) == []
+
+
 def test_plan_runs_as_a_command(tmp_path: Path) -> None:
     file = tmp_path / "layout.json"
     done = call("plan", "--base", str(V2_LITE), "--index-n-heads", "32", "--json", str(file))

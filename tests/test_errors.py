@@ -1,13 +1,16 @@
 """How a run ends: one line and its code for the user's mistakes, a traceback for ours."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron_patch import errors
+from megatron_patch.io.publish import atomic_directory, atomic_write_text
 
 
 def ends_with(error: BaseException) -> int:
@@ -32,6 +35,24 @@ def test_a_path_that_the_system_refuses_is_the_users(tmp_path, capsys):
 
     assert errors.run(main) == 2
     assert "file/below: Not a directory; check the path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("write", ["a file", "a directory"])
+def test_a_full_disk_is_named_by_what_was_to_be_written(tmp_path, capsys, write):
+    """A run writes to --save, --trunk-cache and more, which may lie on several disks."""
+
+    def main():
+        with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):  # as a failed write: no name
+            if write == "a file":
+                atomic_write_text(tmp_path / "out", "text")
+            else:
+                with atomic_directory(tmp_path / "out") as partial:
+                    (partial / "file").write_text("text")
+                    os.fsync(0)
+
+    assert errors.run(main) == 2
+    line = f"error: the output needs space that can be written: {tmp_path / 'out'}: No space left on device; free some, or give another path"
+    assert capsys.readouterr().err == line + "\n" and not list(tmp_path.iterdir())
 
 
 def test_a_machines_first_rank_speaks_first(monkeypatch, capsys):

@@ -39,7 +39,7 @@ from megatron_patch.checkpoint.manifest import (
     saved_iterations,
 )
 from megatron_patch.devices import ranks
-from megatron_patch.io.publish import atomic_directory, atomic_write_text, flush
+from megatron_patch.io.publish import atomic_directory, atomic_write_text, flush, naming_full_disk
 from megatron_patch.io.write_safetensors import write_safetensors
 from megatron_patch.model.architecture import DsaSettings
 from megatron_patch.model.names import expert_number, global_name, trainable
@@ -187,7 +187,8 @@ class Writing:
         try:
             if self._check is not None:
                 self._check()
-            self._hashes = write_snapshot(self.snapshot, self._directory)
+            with naming_full_disk(self.snapshot.target):
+                self._hashes = write_snapshot(self.snapshot, self._directory)
         except Exception as error:
             self._error = error
 

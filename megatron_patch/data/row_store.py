@@ -1,4 +1,4 @@
-"""Rows of numbers in one memory-mapped file, each of which is there as a whole or not at all.
+"""Rows of numbers in one file, each of which is there as a whole or not at all.
 
     DIR/manifest.json   what the rows are of (`key`), how many, how long; written last, so that a DIR with it is complete
     DIR/values.bin      the rows end to end, [tokens, width] in the dtype of the manifest, without a header: sparse until reserved
@@ -9,7 +9,6 @@ power can write the record to the disk first: then the sum does not fit, and the
 read and write at once, on one file system: two that write one row write the same numbers.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import DISK_FULL, UserError
 from megatron_patch.io.lock import only_writer
-from megatron_patch.io.publish import atomic_write_json
+from megatron_patch.io.publish import atomic_write_json, naming_full_disk
 from megatron_patch.io.strict_json import read_json
 
 SCHEMA = 1
@@ -49,7 +48,6 @@ class RowStore:
         self._values, self._records = (os.open(directory / name, os.O_RDWR) for name in (VALUES, ROWS))
         for file in (self._values, self._records):
             weakref.finalize(self, os.close, file)
-        self._map = np.memmap(directory / VALUES, np.uint8, "r")
         self.damaged: list[int] = []
 
     def read(self, row: int, tokens: Tensor) -> Tensor | None:
@@ -62,7 +60,8 @@ class RowStore:
         Raises:
             UserError: it was computed from other tokens.
         """
-        written_from, total = _RECORD.unpack(os.pread(self._records, _RECORD.size, row * _RECORD.size))
+        record = os.pread(self._records, _RECORD.size, row * _RECORD.size)
+        written_from, total = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
         if not written_from:
             return None
         if written_from != tokens_hash(tokens):
@@ -71,8 +70,8 @@ class RowStore:
                 "have there now; give another --trunk-cache, or the data that it was made from"
             )
         begin, end = self._bytes(row)
-        values = np.array(self._map[begin:end])
-        if _sum(values) != total:
+        values = np.empty(end - begin, np.uint8)
+        if not _read_all(self._values, values, begin) or _sum(values) != total:
             self.damaged.append(row)
             return None
         return torch.from_numpy(values).view(self.dtype).view(-1, self.width)
@@ -123,7 +122,7 @@ class RowStore:
             try:
                 os.posix_fallocate(self._values, first, last - first)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno in DISK_FULL:
                     raise full from None
                 raise
 
@@ -156,7 +155,7 @@ def create_or_check(directory: Path, key: Mapping[str, object], starts: np.ndarr
     with only_writer(directory, "--trunk-cache", wait=True):  # two runs may start at once
         if not (directory / MANIFEST).exists():
             for name, size in sizes.items():
-                with open(directory / name, "wb") as file:
+                with naming_full_disk(directory), open(directory / name, "wb") as file:  # no file system takes any length
                     file.truncate(size)
             atomic_write_json(directory / MANIFEST, {"schema": SCHEMA, "key": ours, "bytes": sizes})
             return True
@@ -240,6 +239,20 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Ascending numbers as (first, behind the last) of each run without a gap."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts) if len(run)]
+
+
+def _read_all(file: int, into: np.ndarray, offset: int) -> bool:
+    """Fill `into`; False where the file ends, or the disk fails, before. (Through a mapping, both would kill the process, without a word.)"""
+    view = memoryview(into)
+    while len(view):
+        try:
+            count = os.preadv(file, [view], offset)
+        except OSError:
+            return False
+        if not count:
+            return False
+        view, offset = view[count:], offset + count
+    return True
 
 
 def _write_all(file: int, data: bytes | np.ndarray, offset: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_patch.errors import UserError
+from megatron_patch.errors import DISK_FULL, UserError
 
 
 def require_empty(path: str | Path, flag: str = "--output") -> Path:
@@ -27,6 +27,18 @@ def require_empty(path: str | Path, flag: str = "--output") -> Path:
 
 
 @contextmanager
+def naming_full_disk(path: str | Path) -> Iterator[None]:
+    """Put `path` into the error of a disk that is full: a failed write does not say which file it was for, and a run writes to several
+    disks."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in DISK_FULL:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterator[Path]:
     """Yield a temporary sibling to fill; rename it to `path` when the block ends well, remove it when it does not.
 
@@ -39,25 +51,32 @@ def atomic_directory(path: str | Path, *, must_be_empty: bool = True) -> Iterato
             between two renames, nothing stands there).
 
     Raises:
-        UserError: `path` is not empty although it must be, or is a file.
+        UserError: `path` is not empty although it must be (at the start, or by the end), is a file, or a mount point.
     """
     path = Path(path).absolute()
     if must_be_empty or not path.is_dir() or path.is_symlink():
         require_empty(path)
+    if path.is_mount():  # the sibling would fill the disk above it, and the rename at the end fail
+        raise UserError(f"an output appears by a rename, which a mount point cannot take: {path} is one; give a directory below it")
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in sorted(path.parent.glob(f".{path.name}.partial-*")):
         print(f"note: {leftover} was left by a run that was killed, or belongs to one that still runs", file=sys.stderr)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
         partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private; an output is as readable as any other
-        yield partial
+        with naming_full_disk(path):
+            yield partial
         for item in partial.rglob("*"):
             if not item.is_symlink():
                 if item.is_file():  # safetensors creates its files readable by the owner alone
                     item.chmod(0o666 & ~_umask())
                 flush(item)
         flush(partial)
-        _swap_in(partial, path)
+        if must_be_empty:
+            require_empty(path)  # another run may have been as quick; the rename refuses what comes after this line
+            os.replace(partial, path)
+        else:
+            _swap_in(partial, path)
         flush(path.parent)
     except BaseException:  # an interrupt too: nothing half-written may stay
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,7 +100,7 @@ def atomic_write_bytes(path: str | Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(number, "wb") as file:
+        with naming_full_disk(path), os.fdopen(number, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -1,12 +1,16 @@
 """--profile-steps: where a step's time goes (data, trunk, DSA layers, head, gradient sums, optimizer, other), and a trace.
 
-Hooks switch one clock from part to part as a step passes them, forward and backward, so that the parts add up to the step.
+Hooks switch one clock from part to part as a step passes them, forward and backward, so that the parts add up to the step. Between
+steps it stands still, for evaluations and saves pass the same hooks.
 The frozen trunk has no backward pass; the head's ends when the gradient of what the layers put out is there, and what follows
 is the DSA layers'.
 """
 
+import errno
 import json
+import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -49,17 +53,22 @@ class StepClock:
             self._range = torch.profiler.record_function(f"step: {part}")
             self._range.__enter__()
 
+    def _reach(self, part: str) -> None:
+        """`switch`, from a hook, where a step is being timed."""
+        if self._part is not None:
+            self.switch(part)
+
     def follow(self, step: TrainStep, pattern: tuple[str, ...], until: ExitStack) -> None:
         """Switch as a step goes on; `until` takes the hooks off again."""
         model = step.model.module
         hooks = [
-            model.register_forward_pre_hook(lambda *_: self.switch(TRUNK)),
+            model.register_forward_pre_hook(lambda *_: self._reach(TRUNK)),
             model.decoder.final_layernorm.register_forward_pre_hook(self._enter_head),
             model.register_forward_hook(self._leave_forward),
         ]
         if DSA in pattern:
             lowest = model.decoder.layers[pattern.index(DSA)]
-            hooks.append(lowest.register_forward_pre_hook(lambda *_: self.switch(DSA_LAYERS)))
+            hooks.append(lowest.register_forward_pre_hook(lambda *_: self._reach(DSA_LAYERS)))
         for hook in hooks:
             until.callback(hook.remove)
         if step.trunk is not None:
@@ -68,14 +77,14 @@ class StepClock:
         self._time_calls(step.optimizer, "step", OPTIMIZER, until)
 
     def _enter_head(self, _module, inputs: tuple[Tensor, ...]) -> None:
-        self.switch(HEAD)
+        self._reach(HEAD)
         self._head_has_backward = inputs[0].requires_grad
         if self._head_has_backward:
-            inputs[0].register_hook(lambda _gradient: self.switch(DSA_LAYERS))
+            inputs[0].register_hook(lambda _gradient: self._reach(DSA_LAYERS))
 
     def _leave_forward(self, *_) -> None:
         if not self._head_has_backward:  # beside a base's layers, the indexers alone have one
-            self.switch(DSA_LAYERS)
+            self._reach(DSA_LAYERS)
 
     def _time_calls(self, holder: object, name: str, part: str, until: ExitStack) -> None:
         """Charge the calls of `holder.name` to a part, and what follows to `other`."""
@@ -83,11 +92,11 @@ class StepClock:
         own = name in vars(holder)
 
         def timed(*args, **kwargs):
-            self.switch(part)
+            self._reach(part)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.switch(OTHER)
+                self._reach(OTHER)
 
         setattr(holder, name, timed)
         until.callback(lambda: setattr(holder, name, function) if own else delattr(holder, name))
@@ -144,12 +153,28 @@ class StepProfile:
     def _finish(self) -> None:
         self._trace.stop()
         name = f"{self._steps[0]}_{self._steps[1]}.json"
-        self._trace.export_chrome_trace(str(self._save / f"trace_{name}"))
+        seconds = {part: value / self._taken for part, value in self._clock.seconds.items()}
+        content = json.dumps({"steps": self._taken, "seconds": seconds}, indent=2) + "\n"
+        _write(self._save / f"profile_{name}", lambda path: atomic_write_text(path, content))
+        _write(self._save / f"trace_{name}", lambda path: self._trace.export_chrome_trace(str(path)))
         self._trace, self._steps = None, None
         self._hooks.close()
-        seconds = {part: value / self._taken for part, value in self._clock.seconds.items()}
-        atomic_write_text(self._save / f"profile_{name}", json.dumps({"steps": self._taken, "seconds": seconds}, indent=2) + "\n")
         tqdm.write(f"where a step's time goes, mean of {self._taken} steps, with the trace's own cost:\n{breakdown(seconds)}")
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file of the profile, beside its place first; a full disk costs the file, not the run."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        if not partial.exists():  # torch's exporter has no errors: where it fails, it leaves its .tmp, and no trace
+            raise OSError(errno.EIO, "torch's exporter did not finish it, as on a full disk")
+        partial.replace(path)
+    except OSError as error:
+        tqdm.write(f"note: {path} could not be written: {error.strerror}", file=sys.stderr)
+    finally:
+        for left in (partial, partial.with_name(f"{partial.name}.tmp")):
+            left.unlink(missing_ok=True)
 
 
 def breakdown(seconds: dict[str, float]) -> str:

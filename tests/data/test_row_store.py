@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections import namedtuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -172,6 +173,20 @@ def test_space_is_taken_for_the_rows_of_the_run_only(tmp_path):
     store.reserve(np.array([0, 1, 2]), said.append)
     assert f"1 rows are there, {amount(of_row)} more are needed" in said[1]
     assert size.stat().st_blocks * 512 == 3 * of_row
+
+
+def test_a_file_that_ends_early_or_a_disk_that_fails_is_a_damaged_row(tmp_path, monkeypatch):
+    """And not the SIGBUS of a mapped file: a bad sector, or another machine's hand, can come while a run reads."""
+    store = opened(tmp_path / "c")
+    store.write(2, tokens(2), values(2))
+    assert torch.equal(store.read(2, tokens(2)), values(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(row_store.os, "preadv", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        assert store.read(2, tokens(2)) is None and store.damaged == [2]
+    os.truncate(tmp_path / "c" / "values.bin", 1000 * WIDTH * 2)
+    assert store.read(2, tokens(2)) is None and store.damaged == [2, 2]
+    os.truncate(tmp_path / "c" / "rows.bin", 20)
+    assert store.read(2, tokens(2)) is None and store.damaged == [2, 2]  # not there
 
 
 def test_a_disk_too_small_takes_nothing(tmp_path, monkeypatch):

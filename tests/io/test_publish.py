@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,22 @@ def test_empty_directory_is_taken_and_a_filled_one_refused(tmp_path):
     file.touch()
     with pytest.raises(UserError, match="is something else"), atomic_directory(file, must_be_empty=False):
         raise AssertionError("must not get here")
+
+
+def test_what_another_run_put_there_meanwhile_is_not_overwritten(tmp_path):
+    with pytest.raises(UserError, match="out is not empty; give another path"), atomic_directory(tmp_path / "out") as ours:
+        (ours / "ours").touch()
+        with atomic_directory(tmp_path / "out") as theirs:
+            (theirs / "theirs").touch()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["theirs"]
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(UserError, match="disk is one; give a directory below it"), atomic_directory(tmp_path / "disk"):
+        raise AssertionError("must not get here")
+    assert os.listdir(tmp_path) == ["disk"]
 
 
 def test_replaces_as_a_whole_on_request(tmp_path):

@@ -166,7 +166,8 @@ def test_a_full_disk_is_one_line(device, make_settings, saved, text_prefix, monk
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert said == ["error: the output needs space that can be written: File too large; free some, or give another path"] * 2
+    line = "error: the output needs space that can be written: {}: File too large; free some, or give another path"
+    assert said == [line.format(saved / "iter_0000011")] * 2
     for place in ("write_safetensors", "torch.save"):
         with monkeypatch.context() as patch:
             patch.setattr(saving, place, no_space) if "." not in place else patch.setattr(saving.torch, "save", no_space)

@@ -1,6 +1,7 @@
 """--profile-steps: the parts of a step add up, each is charged with its own work, and nothing stays behind."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,12 +81,44 @@ def test_backward_passes_are_charged_to_what_they_go_through(step, tmp_path):
     clock.switch = noted
     with profile.ExitStack() as until:
         clock.follow(step, pattern, until)
+        clock.switch("other")
         step(batches([(30, 3), (20, 4)], 1), "sparse")
         clock.switch(None)
     micro_batch = ["trunk", "DSA layers", "head and loss", "DSA layers"]  # the last is the backward pass
-    assert seen == [*micro_batch, *micro_batch, "gradient sums", "other", "optimizer", "other", None]
+    assert seen == ["other", *micro_batch, *micro_batch, "gradient sums", "other", "optimizer", "other", None]
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in (model, model.decoder.layers[-1], model.decoder.final_layernorm))
     assert "step" not in vars(step.optimizer)
+
+
+def test_what_runs_between_steps_is_not_charged(step, tmp_path, monkeypatch):
+    step, pattern = step
+    model, clock = step.model.module, Clock()
+    for layer in (model.decoder.layers[1], model.decoder.layers[-1]):
+        monkeypatch.setattr(layer, "forward", clock.slow(layer.forward))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    data = batches([(30, 3)], 1)
+    with StepProfile((1, 2), step, pattern, tmp_path) as profiled:
+        for iteration in (1, 2):
+            profiled.begin(iteration)
+            profiled.data_is_there()
+            step(data, "sparse")
+            profiled.end(iteration)
+            with torch.no_grad():  # as an evaluation does
+                forward_pack(model, data[0].tokens, data[0].cu_seqlens, data[0].labels)
+            clock.now += 5.0  # as a save does
+    found = json.loads((tmp_path / "profile_1_2.json").read_text())["seconds"]
+    assert found == dict.fromkeys(PARTS, 0.0) | {"trunk": 1.0, "DSA layers": 1.0}
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(step, tmp_path, monkeypatch, capsys):
+    step, pattern = step
+    # torch's exporter says nothing where the disk is full: it leaves what it could write
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda _, path: Path(f"{path}.tmp").write_text("half")
+    )
+    run(step, pattern, tmp_path)
+    assert [item.name for item in tmp_path.iterdir()] == ["profile_2_3.json"]
+    assert f"note: {tmp_path / 'trace_2_3.json'} could not be written" in capsys.readouterr().err
 
 
 class FakeTrunk:

@@ -415,6 +415,7 @@ REFUSED = {
     "data missing": ({"data_path": "/nonexistent/x"}, "not readable|missing"),
     "npu backend": ({"dsa_backend": "npu"}, "runs on (--device )?npu"),
     "profile": ({"profile_steps": "5:2"}, "--profile-steps must be A:B"),
+    "profile in superscript": ({"profile_steps": "²:³"}, "--profile-steps must be A:B"),
     "profile beyond the end": ({"profile_steps": "99:100"}, "--profile-steps must begin within --train-iters: 99 > "),
     "cache": ({"trunk_cache": __file__}, "--trunk-cache must be a directory"),
     "muon, distributed optimizer": (
