@@ -179,7 +179,8 @@ def _one_document(
 
     score_NN = index_scores(index_query, index_key, index_weights)  # eq. (1)
     if forced_NS is None:
-        chosen_NS = select_topk(score_NN.masked_fill(~causal_NN, float("-inf")), slots)
+        # Without its gradient: a second pass of --recompute-dsa, which is given the keys, keeps what the first one kept.
+        chosen_NS = select_topk(score_NN.detach().masked_fill(~causal_NN, float("-inf")), slots)
         chosen_NS = torch.nn.functional.pad(chosen_NS, (0, slots - chosen_NS.shape[1]), value=-1)
     else:
         chosen_NS = forced_NS

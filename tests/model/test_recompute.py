@@ -33,9 +33,11 @@ def two_micro_batches(base, stage: str, **flags):
 
 
 @pytest.mark.parametrize("stage", [DENSE, SPARSE])
-def test_gradients_and_reports_are_equal(device, tiny_base, stage):
-    _, kept_state, kept = two_micro_batches(tiny_base, stage)
-    _, state, recomputed = two_micro_batches(tiny_base, stage, recompute=True)
+@pytest.mark.parametrize("name", ["reference", "chunked", "sparse"])
+def test_gradients_and_reports_are_equal(device, tiny_base, stage, name):
+    backend = choose_backend(name, "cpu")
+    _, kept_state, kept = two_micro_batches(tiny_base, stage, backend=backend)
+    _, state, recomputed = two_micro_batches(tiny_base, stage, recompute=True, backend=backend)
     assert kept.keys() == recomputed.keys()
     for name, gradient in kept.items():
         assert torch.equal(gradient, recomputed[name]), name
