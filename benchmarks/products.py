@@ -32,8 +32,8 @@ def prepare(side: str, shape: list[int]) -> Callable[[], None]:
     m, k, n = shape
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    torch.testing.assert_close(product(left, right), left @ right.T, rtol=0, atol=1e-4 * k**0.5)
-    multiply = {"ours": lambda: product(left, right), "mm": lambda: left @ right.T}[side]
+    torch.testing.assert_close(product(left, right, True), left @ right.T, rtol=0, atol=1e-4 * k**0.5)
+    multiply = {"ours": lambda: product(left, right, True), "mm": lambda: left @ right.T}[side]
     times = max(1, round(OPERATIONS / (2 * m * k * n)))
 
     def work() -> None:

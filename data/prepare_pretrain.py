@@ -10,7 +10,7 @@ import sys
 import warnings
 
 from megatron_patch.data.pretrain_corpus import PretrainCorpusSettings, prepare_pretrain
-from megatron_patch.errors import run
+from megatron_patch.errors import run, unwind_on_sigterm
 from megatron_patch.flags import parse
 
 
@@ -21,4 +21,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    unwind_on_sigterm()
     sys.exit(run(main))

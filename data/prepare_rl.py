@@ -10,7 +10,7 @@ sft.parquet (the training questions with answers, as chats) and meta.json (count
 import sys
 
 from megatron_patch.data.rl_corpus import RlCorpusSettings, prepare_rl
-from megatron_patch.errors import run
+from megatron_patch.errors import run, unwind_on_sigterm
 from megatron_patch.flags import parse
 
 
@@ -19,4 +19,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    unwind_on_sigterm()
     sys.exit(run(main))

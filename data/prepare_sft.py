@@ -10,7 +10,7 @@ runs/chats/samples.parquet and meta.json (counts, dropped rows by reason, hashes
 import sys
 
 from megatron_patch.data.sft_corpus import SftCorpusSettings, prepare_sft
-from megatron_patch.errors import run
+from megatron_patch.errors import run, unwind_on_sigterm
 from megatron_patch.flags import parse
 
 
@@ -19,4 +19,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    unwind_on_sigterm()
     sys.exit(run(main))

@@ -27,7 +27,7 @@ from megatron_patch.model.names import expert_number, global_parameters
 
 # Old checkpoints store the RoPE frequencies that every reader computes.
 IGNORED_HF_NAMES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-THREADS = 2  # that read; each holds a tensor
+THREADS = 2  # that read: one waits for the disk while the other converts. Each holds a tensor, and loading is to hold few
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GET_AGAIN = "the directory is not a whole DeepSeek-V2-Lite-shaped model of its own config.json, get it again"
 
@@ -234,7 +234,8 @@ def _fill(
     total = sum(source.nbytes(key) for key in targets)
     wanted = [key for key in source.names if key in targets]
     if len(wanted) < len(targets):
-        raise AssertionError(f"{len(targets) - len(wanted)} parameters have no tensor, the first is {min(set(targets) - set(wanted))}")
+        missing = sorted(set(targets) - set(wanted))
+        raise AssertionError(f"{len(missing)} parameters have no tensor, the first is {missing[0]}")
     pool = ThreadPoolExecutor(THREADS)
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar:

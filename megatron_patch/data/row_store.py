@@ -60,9 +60,17 @@ class RowStore:
         Raises:
             UserError: it was computed from other tokens.
         """
-        record = os.pread(self._records, _RECORD.size, row * _RECORD.size)
-        written_from, total = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
+        try:
+            record = os.pread(self._records, _RECORD.size, row * _RECORD.size)
+        except OSError:  # the disk fails
+            self.damaged.append(row)
+            return None
+        whole = record.ljust(_RECORD.size, b"\0")
+        written_from, total = _RECORD.unpack(whole)
         if not written_from:
+            return None
+        if len(record) < len(whole):  # cut in two: what is left of it says nothing of the tokens
+            self.damaged.append(row)
             return None
         if written_from != tokens_hash(tokens):
             raise UserError(

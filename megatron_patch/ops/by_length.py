@@ -1,7 +1,8 @@
 """What `auto` means on a CPU: the sparse op for a pack with a long document, the chunked one for a pack of short ones.
 
 The two compute the same (`reference.dsa_attention`) and differ in the order of sums. A pack of short documents is cheaper in whole
-chunks: all of its keys are few, and the sparse op's many small products cost more to start than they save.
+chunks: all of its keys are few, and the sparse op's many small products cost more to start than they save. A short document beside
+a long one is summed in the sparse op's order: its values then differ in the last bits from those that it has among short ones.
 """
 
 from torch import Tensor
@@ -27,7 +28,6 @@ def dsa_attention(
 
     Arguments, result and what is raised are theirs.
     """
-    lengths = cu_seqlens.diff()
-    long = lengths.numel() > 0 and int(lengths.max()) > LONG_DOCUMENT
+    long = cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and int(cu_seqlens.diff().max()) > LONG_DOCUMENT
     attention = (sparse if long else chunked).dsa_attention
     return attention(query, key, value, index_query, index_key, index_weights, cu_seqlens, **options)

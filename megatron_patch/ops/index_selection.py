@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_patch.ops.products import product
+from megatron_patch.ops.products import product, rounded
 from megatron_patch.ops.reference import select_topk, wide
 
 TILE_BYTES = 2 * 2**20  # of products before the sum over index heads
-TILE_KEYS = 2048  # fewer where the queries fill the tile
+TILE_KEYS, KEYS_STEP = 2048, 256  # fewer where the queries fill the tile; the last tile has a multiple of the second
+CHUNK_PRODUCTS = 512  # rows of a product: queries times index heads
 SCORE_BYTES = 8 * 2**20  # of one chunk's scores
 BACKWARD_BYTES = 3 * 2**19  # of one chunk in the backward pass, where everything is used several times
 
@@ -45,7 +46,7 @@ def select_document(
     chosen_NS, score_NS = into
     key_KE, weights = wide(index_key), wide(index_weights)
     for rows in _score_chunks(len(key_KE), *weights.shape[1:], k, weights.element_size()):
-        score_CK = _causal_scores(wide(index_query[rows]), key_KE[: rows.stop], weights[rows])
+        score_CK = _causal_scores(wide(index_query[rows]), key_KE, weights[rows], rows.stop)
         if forced_NS is not None:
             chosen_CS = forced_NS[rows]
         elif rows.stop <= k:
@@ -56,30 +57,37 @@ def select_document(
         chosen_NS[rows, :width] = chosen_CS
         score_CS = score_CK.gather(1, chosen_CS.clamp(min=0).long())
         score_NS[rows, :width] = score_CS.masked_fill_(chosen_CS < 0, float("-inf"))
-    return chosen_NS, score_NS
+
+
+def _chunk_rows(heads: int) -> int:
+    return max(16, CHUNK_PRODUCTS // heads)
+
+
+def _regular(rows: int, heads: int, keys: slice) -> bool:
+    return rows == _chunk_rows(heads) and (keys.stop - keys.start) % KEYS_STEP == 0
 
 
 def _score_chunks(n: int, heads: int, k: int, element_bytes: int) -> Iterator[slice]:
-    """The document's queries: at least 512 rows of a product where memory allows, and none across row k."""
-    wanted = max(16, 512 // heads)
+    """The document's queries: `_chunk_rows` at once where memory allows, and none across row k."""
+    wanted = _chunk_rows(heads)
     step = max(1, min(wanted, SCORE_BYTES // (n * element_bytes), TILE_BYTES // (heads * element_bytes)))
     for low, high in ((0, min(k, n)), (min(k, n), n)):
         for first in range(low, high, step):
             yield slice(first, min(first + step, high))
 
 
-def _causal_scores(query_CJE: Tensor, key_KE: Tensor, weights_CJ: Tensor) -> Tensor:
-    """I [C, K] of the last C queries, -inf in the future: equation (1)."""
-    rows, keys = len(query_CJE), len(key_KE)
-    heads = weights_CJ.shape[1]
+def _causal_scores(query_CJE: Tensor, key_NE: Tensor, weights_CJ: Tensor, stop: int) -> Tensor:
+    """I [C, K] of the C queries before `stop`, -inf in the future, and for a few keys from `stop` on: equation (1)."""
+    rows, heads = weights_CJ.shape
+    keys = rounded(stop, KEYS_STEP, len(key_NE))
     flat = query_CJE.flatten(0, 1)
     score_CK = flat.new_empty(rows, keys)
     for tile in _key_tiles(len(flat), keys, flat.element_size()):
-        match = product(flat, key_KE[tile]).relu_()
+        match = product(flat, key_NE[tile], _regular(rows, heads, tile)).relu_()
         score_CK[:, tile] = torch.bmm(weights_CJ[:, None], match.view(rows, heads, -1))[:, 0]
-    # Added: filling by a mask is several times slower. NaN stays NaN, and a future one has to go.
-    future_CC = torch.ones(rows, rows, dtype=torch.bool, device=score_CK.device).triu_(1)
-    score_CK[:, keys - rows :].masked_fill_(future_CC, float("-inf"))
+    # NaN would stay NaN if -inf were added, and a future one has to go.
+    last_CK = score_CK[:, stop - rows :]
+    last_CK.masked_fill_(torch.ones(last_CK.shape, dtype=torch.bool, device=score_CK.device).triu_(1), float("-inf"))
     return score_CK
 
 
@@ -94,7 +102,7 @@ def _all_causal(score_CK: Tensor, rows: slice) -> Tensor:
     """Queries with at most k keys take all, int32 [C, K]; but for -inf, which counts as not allowed."""
     place_K = torch.arange(rows.stop, dtype=torch.int32, device=score_CK.device)
     causal_CK = place_K <= place_K[rows.start :, None]
-    if bool(((score_CK == float("-inf")) & causal_CK).any()):
+    if bool(((score_CK[:, : rows.stop] == float("-inf")) & causal_CK).any()):
         return select_topk(score_CK, rows.stop).int()
     return torch.where(causal_CK, place_K, -1)
 
@@ -156,7 +164,7 @@ def index_gradients(
     n, slots = chosen_NS.shape
     inputs = inputs[0], wide(inputs[1]), inputs[2]
     numbers = BACKWARD_BYTES // into[1].element_size()
-    masked_step = max(16, 512 // heads)
+    masked_step = _chunk_rows(heads)
     gathered_step = max(1, numbers // (slots * (2 * dims + heads)))
     for low, high, step, gradients in (
         (0, early, masked_step, _masked_gradients),
@@ -174,16 +182,19 @@ def _masked_gradients(inputs: Index, rows: slice, place_CS: Tensor, d_score_CS: 
     (index_query, index_key, index_weights), (d_query, d_key_KE, d_weights) = inputs, into
     query_CJE, weights_CJ1 = wide(index_query[rows]), wide(index_weights[rows])[..., None]
     flat, weighted = query_CJE.flatten(0, 1), (query_CJE * weights_CJ1).flatten(0, 1)
-    d_score_CK = d_score_CS.new_zeros(len(place_CS), rows.stop).scatter_add_(1, place_CS, d_score_CS)
+    d_score_CK = d_score_CS.new_zeros(len(place_CS), rounded(rows.stop, KEYS_STEP, len(index_key)))
+    d_score_CK.scatter_add_(1, place_CS, d_score_CS)
     d_flat, d_weights_CJ1 = torch.zeros_like(flat), torch.zeros_like(weights_CJ1)
-    for keys in _key_tiles(len(flat), rows.stop, flat.element_size()):
+    for keys in _key_tiles(len(flat), d_score_CK.shape[1], flat.element_size()):
         d_score_C1K = d_score_CK[:, None, keys]
-        match_CJK = product(flat, index_key[keys]).relu_().view(*weights_CJ1.shape[:2], -1)
+        regular = _regular(*weights_CJ1.shape[:2], keys)
+        match_CJK = product(flat, index_key[keys], regular).relu_().view(*weights_CJ1.shape[:2], -1)
         d_weights_CJ1.baddbmm_(match_CJK, d_score_C1K.transpose(1, 2))
         # d I where relu let the product pass. The weights, constant along the keys, go to the smaller factors.
-        d_match = torch.ops.aten.threshold_backward.grad_input(d_score_C1K.expand_as(match_CJK), match_CJK, 0, grad_input=match_CJK).flatten(0, 1)
-        d_flat += product(d_match, index_key[keys].T)
-        d_key_KE[keys] += product(d_match.T, weighted.T)
+        backward = torch.ops.aten.threshold_backward.grad_input
+        d_match = backward(d_score_C1K.expand_as(match_CJK), match_CJK, 0, grad_input=match_CJK).flatten(0, 1)
+        d_flat += product(d_match, index_key[keys].T, regular)
+        d_key_KE[keys] += product(d_match.T, weighted.T, regular)
     d_query[rows] = d_flat.view_as(query_CJE).mul_(weights_CJ1)
     d_weights[rows] = d_weights_CJ1[..., 0]
 

@@ -15,26 +15,35 @@ from megatron_patch.ops.reference import wide
 
 @functools.cache
 def _onednn_is_wider() -> bool:
-    """Whether this processor has AVX-512 and PyTorch its oneDNN operator."""
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    return wide and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether this processor has AVX-512 and PyTorch its oneDNN operator. (Not measured on Intel's, where MKL uses AVX-512 as well.)"""
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    return avx512 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _dense(x: Tensor) -> bool:
-    """Rows, or columns, without gaps: of other strides oneDNN falls back to a loop that is hundreds of times slower."""
-    return x.is_contiguous() or x.T.is_contiguous()
+def _takes(left: Tensor, right: Tensor) -> bool:
+    """Rows, or columns, without gaps: of others oneDNN falls back to a loop that is hundreds of times slower, but for left rows."""
+    return (left.stride(1) == 1 or left.T.is_contiguous()) and (right.is_contiguous() or right.T.is_contiguous())
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, regular: bool) -> Tensor:
     """left [M, K] . right [N, K] over K: [M, N], a new tensor. NaN and infinities spread as in `left @ right.T`. No autograd.
+
+    Args:
+        regular: whether the shape is one of a few. oneDNN compiles a kernel for each that it meets, 1 ms, and keeps it, 1 MB: of
+            documents of all lengths, a gigabyte. To be told from the shape alone, lest a resumed run rounds otherwise.
 
     Raises:
         RuntimeError: from PyTorch, of shapes that do not fit or unequal dtypes.
     """
-    fast = left.dtype == torch.float32 == right.dtype and left.device.type == "cpu" and min(left.numel(), right.numel()) > 0
-    if fast and _onednn_is_wider() and torch.backends.mkldnn.enabled and _dense(left) and _dense(right):
+    fast = regular and left.dtype == torch.float32 == right.dtype and left.device.type == "cpu" and min(left.numel(), right.numel()) > 0
+    if fast and _onednn_is_wider() and torch.backends.mkldnn.enabled and _takes(left, right):
         return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return left @ right.T
+
+
+def rounded(keys: int, step: int, most: int) -> int:
+    """The next multiple of `step`, but at most `most`: of products whose widths grow with a query's position, few shapes."""
+    return min(most, -(-keys // step) * step)
 
 
 def head(x: Tensor, h: int) -> Tensor:

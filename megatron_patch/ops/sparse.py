@@ -11,7 +11,7 @@ are (`sparse_rows.py`).
 `index_recall` compares with dense attention, which costs as much as all logits of a dense forward pass: pass `recall=False`
 where nobody looks at it. In the dense stage there is nothing to leave out; `chunked.dsa_attention` computes it.
 
-Shape letters: those of reference.py, and R queries of a block, K keys up to the last of them.
+Shape letters: those of reference.py, and R queries of a block, C of a chunk, K keys up to the last of them.
 """
 
 from collections.abc import Iterator

@@ -185,8 +185,13 @@ def test_a_file_that_ends_early_or_a_disk_that_fails_is_a_damaged_row(tmp_path, 
         assert store.read(2, tokens(2)) is None and store.damaged == [2]
     os.truncate(tmp_path / "c" / "values.bin", 1000 * WIDTH * 2)
     assert store.read(2, tokens(2)) is None and store.damaged == [2, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(row_store.os, "pread", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        assert store.read(2, tokens(2)) is None and store.damaged == [2, 2, 2]
+    os.truncate(tmp_path / "c" / "rows.bin", 2 * row_store._RECORD.size + 4)
+    assert store.read(2, tokens(2)) is None and store.damaged == [2, 2, 2, 2]  # not of other tokens
     os.truncate(tmp_path / "c" / "rows.bin", 20)
-    assert store.read(2, tokens(2)) is None and store.damaged == [2, 2]  # not there
+    assert store.read(2, tokens(2)) is None and store.damaged == [2, 2, 2, 2]  # not there
 
 
 def test_a_disk_too_small_takes_nothing(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_patch.ops import chunked, sparse, sparse_rows
+from megatron_patch.ops import by_length, chunked, sparse, sparse_rows
 from megatron_patch.ops.backends import BACKENDS
 
 # The documents of these tests fit into one chunk: cut into rows, they show what happens from one chunk to the next.
@@ -25,4 +25,6 @@ def dsa_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sparse, "MASKED_POSITIONS", 0)
         monkeypatch.setattr(sparse_rows, "block_rows", lambda *sizes: 3)
         return sparse.dsa_attention
+    if request.param == "by-length":  # both of what it chooses from
+        monkeypatch.setattr(by_length, "LONG_DOCUMENT", 4)
     return BACKENDS[request.param].attention

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patch.ops import by_length, chunked, dense_rows, products, reference, sparse, sparse_rows
+from megatron_patch.ops import by_length, chunked, dense_rows, index_selection, products, reference, sparse, sparse_rows
 from megatron_patch.ops.backends import choose_backend
 
 from .inputs import NAMES, make_inputs
@@ -48,6 +48,12 @@ def assert_same(ours, theirs, dtype):
         )
 
 
+# Blocks of 15 rows of 40 keys in fp64, tiles of 4 rows and 16 keys, the last of them of 8 or 16: shapes that oneDNN is given.
+TILES = {
+    sparse: {"MASKED_POSITIONS": 1000},
+    dense_rows: {"BLOCK_BYTES": 5000, "TILE_ROWS": 4, "TILE_KEYS": 16, "KEYS_STEP": 8},
+    index_selection: {"_chunk_rows": lambda heads: 4, "TILE_KEYS": 16, "KEYS_STEP": 8},
+}
 # How the queries are cut: into one, an odd number that divides no document, more than there are. The sparse op has two ways
 # to attend, of which it would take the masked one for most of these queries.
 FORMS = {
@@ -56,12 +62,11 @@ FORMS = {
     "chunked, all rows": (chunked, {}),
     "sparse": (sparse, {}),
     "sparse, masked": (sparse, {sparse: {"MASKED_POSITIONS": 1000}}),
-    # Blocks of 15 rows of 40 keys in fp64 and tiles of 4 of them.
-    "sparse, masked tiles": (sparse, {sparse: {"MASKED_POSITIONS": 1000}, dense_rows: {"BLOCK_BYTES": 5000, "TILE_BYTES": 1300}}),
-    "sparse, masked, by torch.mm": (sparse, {sparse: {"MASKED_POSITIONS": 1000}, products: {"_onednn_is_wider": lambda: False}}),
+    "sparse, masked tiles": (sparse, TILES),
+    "sparse, masked tiles, by torch.mm": (sparse, {**TILES, products: {"_onednn_is_wider": lambda: False}}),
     "sparse, 1 row": (
         sparse,
-        {sparse: {"MASKED_POSITIONS": 0}, dense_rows: {"BLOCK_BYTES": 1, "TILE_BYTES": 1}, sparse_rows: {"block_rows": lambda *_: 1}},
+        {sparse: {"MASKED_POSITIONS": 0}, dense_rows: {"BLOCK_BYTES": 1, "TILE_ROWS": 1, "TILE_KEYS": 3}, sparse_rows: {"block_rows": lambda *_: 1}},
     ),
     "sparse, 7 rows": (sparse, {sparse: {"MASKED_POSITIONS": 0}, sparse_rows: {"block_rows": lambda *_: 7}}),
 }
@@ -289,9 +294,7 @@ def test_chunk_rows():
 @pytest.mark.parametrize(("lengths", "module"), [([3, 8, 0, 5], "chunked"), ([3, 9, 1], "sparse"), ([9], "sparse")])
 def test_by_length_goes_by_the_longest_document(lengths, module, monkeypatch):
     monkeypatch.setattr(by_length, "LONG_DOCUMENT", 8)
-    for other in {chunked: "sparse", sparse: "chunked"}.items():
-        if other[1] == module:
-            monkeypatch.setattr(other[0], "dsa_attention", None)
+    monkeypatch.setattr({"chunked": sparse, "sparse": chunked}[module], "dsa_attention", None)
     inputs = make_inputs(lengths)
     assert_same(*(run(m.dsa_attention, inputs) for m in (by_length, reference)), torch.float64)
 

@@ -89,6 +89,7 @@ class Pairs(TorchDispatchMode):
 
 def test_work_is_that_of_the_selected_keys(monkeypatch):
     """No dense product but the index scores, and three sampled ones a head: logits, logits again, d out . value."""
+    monkeypatch.setattr(index_selection, "KEYS_STEP", 1)
     monkeypatch.setattr(products, "_onednn_is_wider", lambda: False)  # PyTorch's counter does not know oneDNN's operator
     tokens, topk, heads, dim, value_dim, index_heads, index_dim = 256, 8, 2, 5, 3, 3, 4
     inputs = make_inputs([tokens], dtype=torch.float32)
@@ -109,7 +110,6 @@ def test_memory_grows_like_the_tokens(monkeypatch):
     monkeypatch.setattr(index_selection, "SCORE_BYTES", 2**17)
     monkeypatch.setattr(index_selection, "TILE_BYTES", 2**17)
     monkeypatch.setattr(dense_rows, "BLOCK_BYTES", 2**17)
-    monkeypatch.setattr(dense_rows, "TILE_BYTES", 2**17)
 
     def op(*args, **kwargs):
         return sparse.dsa_attention(*args, **kwargs, recall=False)
