@@ -209,7 +209,7 @@ def same_run(one: Path, other: Path) -> None:
 def choices_of(settings: TrainSettings, kind: str) -> dict[str, list[torch.Tensor]]:
     """A run, and what its routers ([T, experts] each) and indexers ([T, k], sorted) chose in training, in order."""
     found: dict[str, list[torch.Tensor]] = {"routes": [], "indices": []}
-    route, chunked = TopKRouter.forward, backends.BACKENDS["chunked"]
+    route, usual = TopKRouter.forward, backends.choose_backend("auto", "cpu")
 
     def forward(self, *args, **kwargs):
         probs, routes = route(self, *args, **kwargs)
@@ -217,13 +217,13 @@ def choices_of(settings: TrainSettings, kind: str) -> dict[str, list[torch.Tenso
         return probs, routes
 
     def attention(*args, **kwargs):
-        result = chunked.attention(*args, **kwargs)
+        result = usual.attention(*args, **kwargs)
         found["indices"].append(result.indices.sort(-1).values.cpu())
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TopKRouter, "forward", forward)
-        patch.setitem(backends.BACKENDS, "chunked", dataclasses.replace(chunked, attention=attention))
+        patch.setitem(backends.BACKENDS, usual.name, dataclasses.replace(usual, attention=attention))
         code, _, err = train_quietly(settings, kind)
     assert code == 0, err
     return found
