@@ -18,7 +18,7 @@ from megatron_patch.ops.masked import additive
 from megatron_patch.ops.products import head, product, rounded
 from megatron_patch.ops.reference import selection_mask, wide
 
-TILE_ROWS, TILE_KEYS, KEYS_STEP = 128, 512, 128  # the last tile of keys has a multiple of the last of these
+TILE_ROWS, TILE_KEYS, KEYS_STEP = 128, 1024, 128  # the last tile of keys has a multiple of the last of these
 BLOCK_BYTES = 8 * 2**20  # of a block's mask, which all heads share
 
 

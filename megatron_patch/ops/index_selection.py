@@ -17,6 +17,9 @@ from megatron_patch.ops.reference import select_topk, wide
 
 TILE_BYTES = 2 * 2**20  # of products before the sum over index heads
 TILE_KEYS, KEYS_STEP = 2048, 256  # fewer where the queries fill the tile; the last tile has a multiple of the second
+# In the backward pass a query whose position is below this times top-k multiplies all keys up to its own instead of gathering the
+# chosen ones. Measured at 32 x 128 index heads: such a pair takes 185 ns, a chosen one 400 ns.
+MASKED_POSITIONS = 2.2
 CHUNK_PRODUCTS = 512  # rows of a product: queries times index heads
 SCORE_BYTES = 8 * 2**20  # of one chunk's scores
 BACKWARD_BYTES = 3 * 2**19  # of one chunk in the backward pass, where everything is used several times
@@ -143,7 +146,6 @@ def index_gradients(
     begin: int,
     d_score_NS: Tensor,
     d_kl: Tensor,
-    early: int,
     into: Index,
 ) -> None:
     """Gradients of d_kl * sum(d_score * I[chosen]) in one document.
@@ -156,13 +158,13 @@ def index_gradients(
         begin: the document's first position.
         d_score_NS: [N, S], zero at the tail.
         d_kl: [], the gradient that arrives.
-        early: how many queries, from the first, multiply all keys up to their own instead of gathering the chosen ones.
         into: takes the gradients of the inputs. The first and last are written, in their dtypes; that of the keys, in the
             precision of the maths, is added to.
     """
     heads, dims = inputs[0].shape[1:]
     n, slots = chosen_NS.shape
     inputs = inputs[0], wide(inputs[1]), inputs[2]
+    early = min(n, max(slots, int(MASKED_POSITIONS * slots)))
     numbers = BACKWARD_BYTES // into[1].element_size()
     masked_step = _chunk_rows(heads)
     gathered_step = max(1, numbers // (slots * (2 * dims + heads)))

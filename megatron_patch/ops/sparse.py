@@ -199,7 +199,7 @@ def _index_gradients(
     d_query, d_weights = (x.new_empty(x.shape) for x in (query, weights))
     d_key = wide(key[:0]).new_zeros(key.shape)
     for doc in call.documents:
-        n, k = doc.stop - doc.start, min(call.slots, doc.stop - doc.start)
+        k = min(call.slots, doc.stop - doc.start)
         inputs, into = (query[doc], key[doc], weights[doc]), (d_query[doc], d_key[doc], d_weights[doc])
-        index_gradients(inputs, indices[doc, :k], doc.start, d_score_TS[doc, :k], d_kl, masked_rows(n, k), into)
+        index_gradients(inputs, indices[doc, :k], doc.start, d_score_TS[doc, :k], d_kl, into)
     return d_query, d_key.to(key.dtype), d_weights
