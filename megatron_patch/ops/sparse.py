@@ -26,8 +26,8 @@ from megatron_patch.ops.index_selection import index_gradients, select_document
 from megatron_patch.ops.reference import DsaOutput, Stage, selection_mask, wide
 
 # A query whose position is below this times top-k attends by masked products. Measured on a CPU at 16 heads of 192/128: a pair of
-# such a product takes 17 to 20 ns a head, forward and backward, a selected pair 60 ns.
-MASKED_POSITIONS = 3.0
+# such a product takes 17 to 20 ns a head, forward and backward, a selected pair 42 to 54.
+MASKED_POSITIONS = 2.6
 RECALL_BYTES = 8 * 2**20  # of a chunk's logits
 
 

@@ -1,7 +1,7 @@
 """Attention of queries over their selected keys alone, one head at a time, without gathering keys: for long documents.
 
 The selection of a block of queries is a sparse matrix pattern. Logits are a product sampled at the pattern
-(`torch.sparse.sampled_addmm`), sums over a query's keys are weighted embedding bags, and sums over a key's queries, which
+(`compiled.sampled_product`, `torch.sparse.sampled_addmm`), sums over a query's keys are weighted embedding bags, and sums over a key's queries, which
 the gradients of keys and values are, become such bags over the transposed pattern, sorted once per block for all heads.
 
 Shape letters: those of reference.py, and R queries of a block, K keys of the document, P pairs (R x S).
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_patch.ops.compiled import sampled_product
 from megatron_patch.ops.products import head
 from megatron_patch.ops.reference import wide
 
@@ -55,6 +56,9 @@ class Pattern:
 
     def sample(self, left: Tensor, right: Tensor) -> Tensor:
         """left [R, D] . right [K, D] at the pattern: [R, S], overwritten by the next call. Wide, contiguous inputs."""
+        value_RS = self.sampled.values().view_as(self.chosen_RS)
+        if sampled_product(left, right, self.chosen_RS, value_RS):
+            return value_RS
         size = right.numel() * right.element_size()
         step = -(-right.shape[1] // 2) if size > SAMPLED_BYTES else right.shape[1]
         self.sampled.values().zero_()  # PyTorch multiplies the old values by beta, 0 too: NaN and infinities would stay
@@ -62,7 +66,7 @@ class Pattern:
             torch.sparse.sampled_addmm(
                 self.sampled, a.contiguous(), b.contiguous().T, beta=float(number > 0), out=self.sampled
             )
-        return self.sampled.values().view_as(self.chosen_RS)
+        return value_RS
 
     def softmax(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
         """Probabilities [R, S] from the sampled product, written to `out`; zero at the tail."""

@@ -68,6 +68,13 @@ FORMS = {
         sparse,
         {sparse: {"MASKED_POSITIONS": 0}, dense_rows: {"BLOCK_BYTES": 1, "TILE_ROWS": 1, "TILE_KEYS": 3}, sparse_rows: {"block_rows": lambda *_: 1}},
     ),
+    "sparse, 7 rows, by PyTorch": (
+        sparse,
+        {
+            sparse: {"MASKED_POSITIONS": 0},
+            sparse_rows: {"block_rows": lambda *_: 7, "sampled_product": lambda *_: False},
+        },
+    ),
     "sparse, 7 rows": (sparse, {sparse: {"MASKED_POSITIONS": 0}, sparse_rows: {"block_rows": lambda *_: 7}}),
 }
 

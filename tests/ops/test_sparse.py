@@ -53,8 +53,11 @@ def test_minus_infinity_is_not_chosen_where_all_keys_are():
     assert torch.equal(ours, theirs)
 
 
-def test_a_broken_head_does_not_reach_the_others(monkeypatch):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_broken_head_does_not_reach_the_others(monkeypatch, compiled):
     """The heads of a block share one buffer of logits, which PyTorch multiplies by zero instead of overwriting it."""
+    if not compiled:
+        monkeypatch.setattr(sparse_rows, "sampled_product", lambda *_: False)
     monkeypatch.setattr(sparse, "MASKED_POSITIONS", 0)
     inputs = make_inputs([30])
     whole, gradients = run(sparse.dsa_attention, inputs)
@@ -89,6 +92,7 @@ class Pairs(TorchDispatchMode):
 
 def test_work_is_that_of_the_selected_keys(monkeypatch):
     """No dense product but the index scores, and three sampled ones a head: logits, logits again, d out . value."""
+    monkeypatch.setattr(sparse_rows, "sampled_product", lambda *_: False)
     monkeypatch.setattr(index_selection, "KEYS_STEP", 1)
     monkeypatch.setattr(products, "_onednn_is_wider", lambda: False)  # PyTorch's counter does not know oneDNN's operator
     tokens, topk, heads, dim, value_dim, index_heads, index_dim = 256, 8, 2, 5, 3, 3, 4
