@@ -54,7 +54,11 @@ def curve(arguments: Arguments, backend: str) -> dict[str, list[float]]:
     if done.returncode:
         raise SystemExit(f"error: the run with {backend} ended with {done.returncode}; its message is above")
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    return {name: [row[name] for row in rows if name in row] for name in COLUMNS}
+    found = {name: [row[name] for row in rows if name in row] for name in COLUMNS}
+    for name, values in found.items():
+        if None in values:
+            raise SystemExit(f"error: {name} must be finite: with {backend} it is not in step {values.index(None) + 1}; give a lower --lr")
+    return found
 
 
 def main(arguments: Arguments) -> None:
@@ -62,7 +66,7 @@ def main(arguments: Arguments) -> None:
     rows = []
     for name in COLUMNS:
         apart = [abs(a - b) / abs(b) for a, b in zip(after[name], before[name], strict=True)]
-        print(f"{name}: {len(apart)} steps, apart by at most {max(apart):.1e} of the value; in the first half {max(apart[: len(apart) // 2]):.1e}")
+        print(f"{name}: {len(apart)} steps, apart by at most {max(apart):.1e} of the value; in the first half {max(apart[: len(apart) // 2], default=0.0):.1e}")
         rows.append(sides.entry(f"loss_curves/{name}", "relative", max(apart), BOUND[name], goal=1.0, repeats=1, spread=None))
     figure, axes = plt.subplots(1, len(COLUMNS), figsize=(12, 3.5), layout="constrained")
     for axis, name in zip(axes, COLUMNS, strict=True):

@@ -4,6 +4,7 @@ A benchmark names its sides and gives a function that makes one: `prepare(side, 
 once. The inputs are made before memory is read, so that only what the work needs counts.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,12 @@ def python(code: str) -> tuple[float, float, int]:
     return seconds, cpu, int(re.search(r"VmHWM:\s+(\d+) kB", out)[1]) * 1024
 
 
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def entry(name: str, unit: str, ours: float, theirs: float, *, goal: float | None, repeats: int, spread: float | None) -> dict:
     """A row of `--json FILE`; the ratio is our advantage: above 1 is better."""
     return {
@@ -114,7 +121,7 @@ def entry(name: str, unit: str, ours: float, theirs: float, *, goal: float | Non
         "goal": goal,
         "repeats": repeats,
         "spread": spread,
-        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core")},
+        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core"), "numba": _version("numba")},
     }
 
 

@@ -48,7 +48,7 @@ ALLOWED = {
 STANDARD = set(sys.stdlib_module_names)
 # What a room may import from outside, where that is restricted.
 OUTSIDE = {
-    "ops": {"torch", "torch_npu"},  # the latter on Ascend, inside one function
+    "ops": {"torch", "torch_npu", "numba"},  # the latter two each in one function: on Ascend, and where it is installed
     "io": {"torch", "safetensors", "tqdm"},
     "planning": {"rich"},
     "flags": {"tyro"},

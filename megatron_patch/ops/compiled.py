@@ -5,6 +5,7 @@ the loop takes half the time: 6.9 against 14.8 ns a pair of 192 numbers (AMD EPY
 """
 
 import functools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -39,12 +40,13 @@ def _dots(width: int) -> Callable | None:
     """The loop for vectors of `width` numbers, compiled at its first call; None without numba."""
     try:
         import numba
-        import numpy as np
-    except ImportError:
+    except (ImportError, OSError):  # the latter where its compiler's library does not load
         return None
-    zero = np.float32(0)
+    logging.getLogger("numba").setLevel(logging.WARNING)  # at DEBUG, which a program may set for all, it prints its bytecode
+    zero = numba.float32(0)
 
-    @numba.njit(fastmath=_FASTMATH, error_model="numpy", boundscheck=False)
+    # Without Python's lock, as PyTorch's own operators: a checkpoint may be written beside it.
+    @numba.njit(nogil=True, fastmath=_FASTMATH, error_model="numpy", boundscheck=False)
     def dots(left, right, chosen, out):
         rows, slots = chosen.shape
         fours = slots - slots % 4

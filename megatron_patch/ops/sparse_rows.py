@@ -42,8 +42,8 @@ class Pattern:
         self.unused_RS = chosen_RS < 0
         if not bool(self.unused_RS.any()):
             self.unused_RS = None
-        else:  # point them at a key that the query has anyway; their weight is zero
-            chosen_RS = torch.where(self.unused_RS, chosen_RS[:, :1], chosen_RS)
+        else:  # point them at a key that the query has anyway, if it has one; their weight is zero
+            chosen_RS = torch.where(self.unused_RS, chosen_RS[:, :1].clamp(min=0), chosen_RS)
         self.chosen_RS, self.keys = chosen_RS.contiguous(), keys
         rows, slots = chosen_RS.shape
         begins = torch.arange(0, rows * slots + 1, slots, dtype=torch.int32, device=chosen_RS.device)

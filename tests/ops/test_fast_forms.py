@@ -142,7 +142,7 @@ def test_ties_go_to_the_newest_as_in_the_reference(form, kind):
 
 def test_a_broken_indexer_shows_as_in_the_reference(form):
     """NaN and infinite scores: the same keys, a KL of NaN, and no harm to the documents beside."""
-    for value in (float("nan"), float("inf")):
+    for value in (float("nan"), float("inf"), float("-inf")):
         inputs = make_inputs(LENGTHS)
         inputs["index_weights"].data[20] = value
         a, b = (m.dsa_attention(**inputs, topk=6, softmax_scale=SCALE) for m in (form, reference))
