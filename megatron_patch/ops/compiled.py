@@ -1,11 +1,12 @@
 """Products sampled at a pattern, compiled by numba for the processor at hand.
 
-PyTorch's `sampled_addmm` calls a library for each pair of a query and a key. Compiled with the width known, four keys at once,
-the loop takes half the time: 6.9 against 14.8 ns a pair of 192 numbers (AMD EPYC of family 26, one thread, 4,096 keys).
+Compiled with the width known, four keys at once, the loop takes half the time of PyTorch's `sampled_addmm`: 6.9 against 14.8 ns a
+pair of 192 numbers (AMD EPYC of family 26, one thread, 4,096 keys).
 """
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ _FASTMATH = {"reassoc", "contract", "nsz"}
 def sampled_product(left: Tensor, right: Tensor, chosen_RS: Tensor, into: Tensor) -> bool:
     """Write left[r] . right[chosen[r, s]] to `into`; False, and nothing written, where PyTorch has to do it.
 
-    That is in precisions other than fp32, with several threads, which PyTorch spreads over the queries, and without numba.
+    That is in precisions other than fp32, with several threads, which PyTorch spreads over the queries, and without numba, which a warning says.
 
     Args:
         left: [R, D], contiguous, on the CPU.
@@ -40,9 +41,13 @@ def _dots(width: int) -> Callable | None:
     """The loop for vectors of `width` numbers, compiled at its first call; None without numba."""
     try:
         import numba
-    except (ImportError, OSError):  # the latter where its compiler's library does not load
+    except (ImportError, OSError) as error:  # the latter where its compiler's library does not load
+        slow = f"numba does not load ({error}): products of selected pairs take twice the time; pip install numba"
+        warnings.warn(slow, RuntimeWarning, stacklevel=2)
         return None
-    logging.getLogger("numba").setLevel(logging.WARNING)  # at DEBUG, which a program may set for all, it prints its bytecode
+    log = logging.getLogger("numba")
+    if log.level == logging.NOTSET:  # at DEBUG, which a program may set for all, it prints its bytecode
+        log.setLevel(logging.WARNING)
     zero = numba.float32(0)
 
     # Without Python's lock, as PyTorch's own operators: a checkpoint may be written beside it.

@@ -52,17 +52,7 @@ def _probabilities(query_CD: Tensor, key_KD: Tensor, mask_CK: Tensor, tiles: lis
 def attend(
     query: Tensor, key: Tensor, value: Tensor, chosen_RS: Tensor, softmax_scale: float, out: Tensor
 ) -> Tensor:
-    """Attention of a block of queries.
-
-    Args:
-        query: [R, H, D].
-        key, value: [K, H, D] and [K, H, V]: of the document, up to the block's last query.
-        chosen_RS: int32 [R, S], positions in the document, -1 at the tail.
-        out: [R, H, V], written.
-
-    Returns:
-        p [R, S], the probabilities summed over heads and normalised; zero at the tail.
-    """
+    """`sparse_rows.attend` of a block of queries; `key` and `value` are the document's up to the block's last query."""
     dtype = wide(query[:0]).dtype
     mask_RK = additive(selection_mask(chosen_RS.long(), len(key)), dtype)
     sum_RK = torch.zeros_like(mask_RK)
@@ -85,13 +75,7 @@ def attention_gradients(
     softmax_scale: float,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Gradients of a block of queries.
-
-    Args:
-        d_out: [R, H, V].
-        query, key, value, chosen_RS: as for `attend`.
-        into: d_query [R, H, D], written in its dtype; d_key [K, H, D] and d_value [K, H, V], wide, added to.
-    """
+    """`sparse_rows.attention_gradients` of a block of queries; keys, as for `attend`."""
     d_query, d_key, d_value = into
     mask_RK = additive(selection_mask(chosen_RS.long(), len(key)), d_key.dtype)
     for h in range(query.shape[1]):

@@ -97,6 +97,8 @@ def _causal_scores(query_CJE: Tensor, key_NE: Tensor, weights_CJ: Tensor, stop: 
 def _key_tiles(rows: int, keys: int, element_bytes: int) -> Iterator[slice]:
     """The keys in tiles whose products with `rows` rows stay in a cache."""
     step = max(1, min(TILE_KEYS, TILE_BYTES // (rows * element_bytes)))
+    if step > KEYS_STEP:  # regular ones, whatever the number of index heads
+        step -= step % KEYS_STEP
     for first in range(0, keys, step):
         yield slice(first, min(first + step, keys))
 

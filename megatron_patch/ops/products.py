@@ -1,8 +1,8 @@
 """Matrix products of two dense fp32 matrices on a CPU, by whichever of PyTorch's libraries is the faster there.
 
-PyTorch multiplies fp32 matrices on x86 by MKL, which on AMD processors leaves the upper half of AVX-512 registers unused; oneDNN,
-which comes with PyTorch as well and multiplies its bf16 matrices, does not. Measured on an AMD EPYC of family 26, one thread, 512 x
-128 by 128 x 2,048: 103 GFLOP/s by MKL, 240 by oneDNN, results equal. `benchmarks/products.py` measures it anew.
+PyTorch multiplies fp32 matrices on x86 by MKL, which on an AMD processor with AVX-512 reaches less than half the rate of oneDNN; that
+comes with PyTorch as well, for its bf16 matrices. Measured on an AMD EPYC of family 26, one thread, 512 x 128 by 128 x 2,048:
+103 GFLOP/s by MKL, 240 by oneDNN, results equal. `benchmarks/products.py` measures it anew.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Attention of queries over their selected keys alone, one head at a time, without gathering keys: for long documents.
 
 The selection of a block of queries is a sparse matrix pattern. Logits are a product sampled at the pattern
-(`compiled.sampled_product`, `torch.sparse.sampled_addmm`), sums over a query's keys are weighted embedding bags, and sums over a key's queries, which
-the gradients of keys and values are, become such bags over the transposed pattern, sorted once per block for all heads.
+(`compiled.sampled_product`, `torch.sparse.sampled_addmm`), sums over a query's keys are weighted embedding bags, and sums over a key's
+queries, which the gradients of keys and values are, become such bags over the transposed pattern, sorted once per block for all heads.
 
 Shape letters: those of reference.py, and R queries of a block, K keys of the document, P pairs (R x S).
 """

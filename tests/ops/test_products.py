@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_patch.ops import products, sparse
+from megatron_patch.ops import index_selection, products, sparse
 
 from .inputs import NAMES, make_inputs
 
@@ -89,3 +89,11 @@ def test_documents_of_all_lengths_have_few_shapes(monkeypatch):
             result = sparse.dsa_attention(**inputs, topk=256, softmax_scale=0.3, recall=False)
             torch.autograd.grad(result.out.sum() + result.indexer_kl, [inputs[n] for n in NAMES])
     assert 10 < len(shapes.seen) <= 4 * 4 + 6 * 8 and not shapes.gaps
+
+
+@pytest.mark.parametrize("heads", [4, 24, 32, 40, 64])
+def test_tiles_are_regular_whatever_the_number_of_index_heads(heads):
+    rows = index_selection._chunk_rows(heads)
+    tiles = list(index_selection._key_tiles(rows * heads, 4096, 4))
+    assert tiles[0].start == 0 and tiles[-1].stop == 4096
+    assert all(index_selection._regular(rows, heads, keys) for keys in tiles)
